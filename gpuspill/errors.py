@@ -1,0 +1,98 @@
+"""Every error gpuspill raises, in one tree.
+
+What a caller needs to know of an error is whether the *data* is still there and whether *trying again* can help,
+so the tree is cut along these two lines:
+
+=========================  ===============  ===============
+error                      data still there  retry can help
+=========================  ===============  ===============
+:class:`ConfigError`       yes              no
+:class:`SpillFailed`       yes              see subclasses
+:class:`StorageError`      yes              yes
+:class:`StorageFull`       yes              once space is freed
+:class:`QuotaExceeded`     yes              once space is freed
+:class:`Unspillable`       yes              no
+:class:`DataLostError`     no               no; recompute
+=========================  ===============  ===============
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DataLostError",
+    "GpuspillError",
+    "InvalidTransition",
+    "ManagerClosed",
+    "QuotaExceeded",
+    "RecordCorrupt",
+    "RecordLost",
+    "SpillFailed",
+    "StorageError",
+    "StorageFull",
+    "Unspillable",
+]
+
+
+class GpuspillError(Exception):
+    """Base of everything gpuspill raises on purpose."""
+
+
+class ConfigError(GpuspillError, ValueError):
+    """A setting has a value that cannot be used; the message names the setting and what it accepts."""
+
+
+class InvalidTransition(GpuspillError, RuntimeError):
+    """The core was asked for a move that its state forbids: a bug in gpuspill, never in the caller's data."""
+
+
+class ManagerClosed(GpuspillError, RuntimeError):
+    """The store was used after it was closed and the value asked for is no longer in memory."""
+
+
+class SpillFailed(GpuspillError):
+    """A value could not be moved down a tier. It stayed where it was."""
+
+
+class Unspillable(SpillFailed, TypeError):
+    """A value cannot be serialised, so it has to stay in memory. Trying again does not help."""
+
+
+class StorageError(SpillFailed, OSError):
+    """Reading or writing a record failed for a reason that may pass (an interrupted call, a full file table)."""
+
+
+class StorageFull(StorageError):
+    """The file system has no room for the record; nothing of it was left behind."""
+
+
+class QuotaExceeded(StorageError):
+    """The record would exceed the quota (``distributed.worker.memory.max-spill``); nothing was written."""
+
+
+class DataLostError(GpuspillError, RuntimeError):
+    """A value is gone: its only copy was on disk and could not be read back intact.
+
+    Parameters
+    ----------
+    message
+        What was lost, where, and what was found instead.
+    key
+        The key that was asked for, once it is known; the storage layer, which has no keys, leaves it ``None``.
+    """
+
+    def __init__(self, message: str, key: object = None) -> None:
+        super().__init__(message, key)
+        self.message = message
+        self.key = key
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RecordLost(DataLostError):
+    """A record's file has vanished or is shorter than what was written."""
+
+
+class RecordCorrupt(DataLostError):
+    """A record's bytes are not those that were written (checksum, header or lengths differ)."""
