@@ -1,0 +1,49 @@
+# Everything here works in a fresh clone with nothing but Python (>= 3.11, with venv and pip): each target
+# makes the environment it needs in $(VENV) first, and makes it again when pyproject.toml has changed.
+#
+#   make demo         see it spill: a cluster smaller than its data, checked against plain computation
+#   make test         the whole test suite        (ARGS="-k name" is passed on to pytest)
+#   make test-quick   the unit layers only: no clusters, nothing marked slow
+#   make lint         ruff, mypy, direction of imports
+#   make bench        the headline benchmark      (BENCH="tiny" for another one)
+#   make clean        remove all that these targets made
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter for a new environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BENCH ?= persist-sum --arms stock,gpuspill,nospill --repeat 5
+export PYTHON VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-quick lint bench venv clean
+
+help:
+	@sed -n 's/^#  *\(make \)/  \1/p' Makefile
+
+# The stamp is the last thing the script writes, so an interrupted installation is taken up again.
+$(VENV)/.installed: pyproject.toml ci/venv.sh
+	@ci/venv.sh
+
+venv: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	@$(VENV)/bin/gpuspill demo $(ARGS)
+
+test: $(VENV)/.installed
+	@ci/test.sh all $(ARGS)
+
+test-quick: $(VENV)/.installed
+	@ci/test.sh quick $(ARGS)
+
+lint: $(VENV)/.installed
+	@ci/lint.sh
+
+bench: $(VENV)/.installed
+	@$(VENV)/bin/gpuspill bench $(BENCH) $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist bench-results dask-scratch-space
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Style (ruff), types (mypy, strict) and the direction of imports (import-linter). Runs all of them, then fails if any did.
+#
+# VENV   environment to run in (default: .venv, which `make lint` has made)
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bin=${VENV:-.venv}/bin
+status=0
+
+check() {
+    echo "== $*"
+    "$bin/$@" || status=1
+}
+
+check ruff check .
+check ruff format --check .
+check mypy
+check lint-imports --no-logo
+exit $status
