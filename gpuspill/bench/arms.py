@@ -1,0 +1,169 @@
+# mypy: disallow-untyped-calls=False
+"""The contestants: how each of them configures a cluster, everything else being the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import dask
+from distributed import Client, LocalCluster
+
+from gpuspill.bench.watch import Watch
+from gpuspill.errors import ConfigError
+
+__all__ = ["ARMS", "BASELINE", "Arm", "ClusterShape", "open_cluster", "parse_arms"]
+
+BASELINE = "stock"
+"""The arm that the others are compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """The part of a cluster's configuration that all arms share.
+
+    Parameters
+    ----------
+    workers, threads
+        How many workers, and threads in each.
+    memory_limit
+        Limit per worker, bytes. Arms that do not spill ignore it.
+    processes
+        Whether each worker is a process of its own, under a nanny, or lives in the calling process.
+    directory
+        Where workers put their files; dask's own choice by default.
+    """
+
+    workers: int = 1
+    threads: int = 2
+    memory_limit: int = 2**30
+    processes: bool = True
+    directory: str | None = None
+
+
+def _no_data() -> None:
+    return None
+
+
+def _gpuspill_data() -> object:
+    import gpuspill
+
+    data: Callable[[], object] = gpuspill.data
+    return data()
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One contestant.
+
+    Parameters
+    ----------
+    name, summary
+        What it is called on the command line, and in one line what it is.
+    spills
+        Whether memory is limited at all.
+    data
+        Makes what the workers get as ``data=``; ``None`` is distributed's own choice.
+    config
+        Dask settings in force while the cluster starts and runs.
+    """
+
+    name: str
+    summary: str
+    spills: bool = True
+    data: Callable[[], object] = _no_data
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    def cluster_arguments(self, shape: ClusterShape) -> dict[str, Any]:
+        """Return the keyword arguments of a ``LocalCluster`` of this arm."""
+        return {
+            "n_workers": shape.workers,
+            "threads_per_worker": shape.threads,
+            "processes": shape.processes,
+            "memory_limit": shape.memory_limit if self.spills else 0,
+            "local_directory": shape.directory,
+            "data": self.data(),
+            "dashboard_address": None,
+        }
+
+
+ARMS: Mapping[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm("stock", "distributed's own spilling, as it comes"),
+        Arm("gpuspill", "data=gpuspill.data()", data=_gpuspill_data),
+        Arm(
+            "nospill",
+            "no memory limit: what the job takes if memory is no concern",
+            spills=False,
+            config={
+                "distributed.worker.memory.target": False,
+                "distributed.worker.memory.spill": False,
+                "distributed.worker.memory.pause": False,
+                "distributed.worker.memory.terminate": False,
+            },
+        ),
+    )
+}
+
+
+def parse_arms(names: str | Sequence[str]) -> list[Arm]:
+    """Turn ``"stock,gpuspill"`` into arms, in that order.
+
+    Raises
+    ------
+    ConfigError
+        If a name is unknown, named twice, or none is given.
+    """
+    listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    listed = [name for name in listed if name]
+    if not listed:
+        raise ConfigError(f"arms: none given; choose among {', '.join(ARMS)}")
+    for name in listed:
+        if name not in ARMS:
+            raise ConfigError(f"arms: {name!r} is unknown; choose among {', '.join(ARMS)}")
+        if listed.count(name) > 1:
+            raise ConfigError(
+                f"arms: {name!r} is named twice; use --repeat to run an arm more than once"
+            )
+    return [ARMS[name] for name in listed]
+
+
+@contextmanager
+def open_cluster(
+    arm: Arm,
+    shape: ClusterShape,
+    *,
+    watch: Watch | None = None,
+    silence: int | None = None,
+) -> Iterator[Client]:
+    """Start a fresh cluster of an arm and connect to it; both are closed at the end.
+
+    Parameters
+    ----------
+    arm, shape
+        What to start.
+    watch
+        The plugin that measures each worker; none by default.
+    silence
+        Level below which the cluster's log messages are dropped; dask's own choice by default.
+
+    Yields
+    ------
+    Client
+        Connected to a cluster all of whose workers have arrived.
+    """
+    arguments = arm.cluster_arguments(shape)
+    if silence is not None:
+        arguments["silence_logs"] = silence
+    with (
+        dask.config.set(dict(arm.config)),
+        LocalCluster(**arguments) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(shape.workers, timeout=60)
+        if watch is not None:
+            client.register_plugin(watch)
+        yield client

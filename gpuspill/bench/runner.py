@@ -1,0 +1,125 @@
+"""Runs arms in turns and reduces what they measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpuspill.bench.arms import Arm
+
+__all__ = ["Metrics", "Sample", "Spread", "interleave", "paired_ratio", "spread"]
+
+Metrics = Mapping[str, float | int | bool | None]
+"""What one run measured. ``None``: could not be measured here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of one arm.
+
+    Parameters
+    ----------
+    arm
+        Its name.
+    repeat
+        The round it belongs to, from 0.
+    metrics
+        What was measured; empty if it failed.
+    error
+        Why it failed; empty if it did not.
+    """
+
+    arm: str
+    repeat: int
+    metrics: Metrics = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def correct(self) -> bool:
+        """Whether the run ended and its result was right."""
+        return not self.error and bool(self.metrics.get("correct", True))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, smallest and largest of ``count`` figures."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def interleave(
+    arms: Sequence[Arm],
+    repeat: int,
+    run: Callable[[Arm, int], Metrics],
+    progress: Callable[[Sample], None] | None = None,
+) -> list[Sample]:
+    """Run every arm once, then every arm again, ``repeat`` times in all.
+
+    In turns, so that whatever else the machine does meanwhile falls on all arms alike. A run that
+    raises is recorded as failed and the others go on.
+
+    Parameters
+    ----------
+    arms, repeat
+        What to run how often.
+    run
+        Does one run in a fresh cluster; receives the arm and the number of the round.
+    progress
+        Called after each run.
+
+    Returns
+    -------
+    list of Sample
+        In the order they ran.
+    """
+    samples = []
+    for number in range(repeat):
+        for arm in arms:
+            try:
+                sample = Sample(arm.name, number, run(arm, number))
+            except Exception as error:  # what an arm may raise is what is being found out
+                sample = Sample(arm.name, number, error=f"{type(error).__name__}: {error}")
+            samples.append(sample)
+            if progress is not None:
+                progress(sample)
+    return samples
+
+
+def _values(samples: Sequence[Sample], arm: str, metric: str) -> dict[int, float]:
+    found = {
+        sample.repeat: sample.metrics.get(metric)
+        for sample in samples
+        if sample.arm == arm and not sample.error
+    }
+    return {number: float(value) for number, value in found.items() if value is not None}
+
+
+def spread(samples: Sequence[Sample], arm: str, metric: str) -> Spread | None:
+    """Reduce one metric of one arm; ``None`` if no run measured it."""
+    values = list(_values(samples, arm, metric).values())
+    if not values:
+        return None
+    return Spread(statistics.median(values), min(values), max(values), len(values))
+
+
+def paired_ratio(samples: Sequence[Sample], arm: str, baseline: str, metric: str) -> Spread | None:
+    """Divide an arm's figures by the baseline's of the same round, then reduce.
+
+    Two runs of one round stand next to each other in time, so that slow changes of the machine
+    cancel out.
+
+    Returns
+    -------
+    Spread or None
+        ``None`` if no round has both figures with a baseline other than 0.
+    """
+    below = _values(samples, baseline, metric)
+    above = _values(samples, arm, metric)
+    ratios = [above[number] / below[number] for number in above if below.get(number)]
+    if not ratios:
+        return None
+    return Spread(statistics.median(ratios), min(ratios), max(ratios), len(ratios))

@@ -1,0 +1,190 @@
+"""The ``gpuspill`` command.
+
+Everything heavy is imported by the command that needs it: ``gpuspill --version`` must not wait for
+dask, and a worker process started by a benchmark imports this module again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from gpuspill.errors import GpuspillError
+
+if TYPE_CHECKING:
+    from gpuspill.bench.report import Result
+
+__all__ = ["gpuspill", "main"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
+    """An amount of memory: ``32MiB``, ``1 GB``, ``4096``; at least one byte."""
+
+    name = "size"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        """Turn text into bytes; fails with one line that says what is accepted."""
+        from dask.utils import parse_bytes
+
+        try:
+            size = int(parse_bytes(value))
+        except ValueError:
+            self.fail(f"{value!r} is no amount of memory; write it like 512MiB or 1GB", param, ctx)
+        if size <= 0:
+            self.fail(f"{value!r} must be larger than 0", param, ctx)
+        return size
+
+
+SIZE = ByteSize()
+JSON_OPTION = click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write every sample and the facts about the machine to this file.",
+)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("gpuspill")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(_version(), prog_name="gpuspill")
+def gpuspill() -> None:
+    """Spilling for Dask workers that never stops the worker: see it work, and measure it."""
+
+
+@gpuspill.group()
+def bench() -> None:
+    """Measure gpuspill beside stock spilling, in turns, on this machine."""
+
+
+def _arms_option(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--arms",
+        default=default,
+        show_default=True,
+        help="What to run, in this order: stock, gpuspill, nospill.",
+    )
+
+
+def _repeat_option(default: int) -> Callable[[F], F]:
+    return click.option(
+        "--repeat",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=True,
+        help="How many rounds; each round runs every arm once.",
+    )
+
+
+@bench.command("persist-sum")
+@_arms_option("stock,gpuspill,nospill")
+@_repeat_option(5)
+@click.option("--limit", type=SIZE, default="1GiB", show_default=True, help="Memory of the worker.")
+@click.option(
+    "--ratio",
+    type=float,
+    help="Size of the array divided by the limit.  [default: 2.5, with --delay 1.25]",
+)
+@click.option("--chunk", type=SIZE, help="Size of a chunk.  [default: 32MiB, with --delay 64MiB]")
+@click.option("--compressible", is_flag=True, help="Make every second value zero.")
+@click.option(
+    "--delay",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Slow every file operation of every store down by so many seconds.",
+)
+@click.option("--nthreads", type=click.IntRange(min=1), default=2, show_default=True)
+@JSON_OPTION
+def persist_sum(
+    arms: str,
+    repeat: int,
+    limit: int,
+    ratio: float | None,
+    chunk: int | None,
+    compressible: bool,
+    delay: float,
+    nthreads: int,
+    json_path: Path | None,
+) -> None:
+    """Persist a random array larger than memory, then sum it twice."""
+    from gpuspill.bench.persist_sum import PersistSum, benchmark
+
+    job = PersistSum(
+        limit=limit,
+        # With slow files stock takes minutes for the whole array; half of it shows the same.
+        ratio=ratio if ratio is not None else (1.25 if delay else 2.5),
+        chunk=chunk if chunk is not None else (64 if delay else 32) * 2**20,
+        threads=nthreads,
+        compressible=compressible,
+        delay=delay,
+    )
+    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+
+
+def _progress(line: str) -> None:
+    # To stderr: what is on stdout is the result.
+    click.echo(line, err=True)
+
+
+def _finish(result: Result, json_path: Path | None) -> None:
+    from rich.console import Console
+
+    from gpuspill.bench.report import render, save
+
+    render(result, Console())
+    if json_path is not None:
+        save(result, json_path)
+    if not result.correct:
+        raise SystemExit(1)
+
+
+@gpuspill.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+def report(files: tuple[Path, ...]) -> None:
+    """Print the tables of results that 'gpuspill bench ... --json FILE' has written."""
+    from rich.console import Console
+
+    from gpuspill.bench.report import load, render
+
+    console = Console()
+    for path in files:
+        render(load(path), console)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; exits with 0, with 1 if a result is wrong, with 2 if it was used wrongly.
+
+    Parameters
+    ----------
+    arguments
+        The words after ``gpuspill``; those of the process by default.
+
+    Raises
+    ------
+    SystemExit
+        Always.
+    """
+    try:
+        gpuspill.main(args=arguments, prog_name="gpuspill")
+    except GpuspillError as error:
+        click.echo(f"gpuspill: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
