@@ -15,5 +15,6 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
+check mypy --strict ci/contracts.py
 check lint-imports --no-logo
 exit $status

@@ -1,0 +1,1 @@
+pytest_plugins = ["gpuspill.testing.pytest_plugin", "pytester"]
