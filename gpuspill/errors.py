@@ -1,7 +1,7 @@
 """Every error gpuspill raises, in one tree.
 
-What a caller needs to know of an error is whether the *data* is still there and whether *trying again* can help,
-so the tree is cut along these two lines:
+What a caller needs to know of an error is whether the *data* is still there and whether *trying
+again* can help, so the tree is cut along these two lines:
 
 =========================  ===============  ===============
 error                      data still there  retry can help
@@ -78,7 +78,8 @@ class DataLostError(GpuspillError, RuntimeError):
     message
         What was lost, where, and what was found instead.
     key
-        The key that was asked for, once it is known; the storage layer, which has no keys, leaves it ``None``.
+        The key that was asked for, once it is known; the storage layer, which has no keys, leaves
+        it ``None``.
     """
 
     def __init__(self, message: str, key: object = None) -> None:

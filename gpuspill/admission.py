@@ -1,0 +1,143 @@
+"""What somebody who adds bytes gets: pins on inputs, and a promise of room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING
+
+from gpuspill.core.budget import Reservation
+
+if TYPE_CHECKING:
+    from gpuspill.manager import ProxifyManager
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Pins on the inputs of one task or transfer, and room for what is missing and for the output.
+
+    Made by :meth:`gpuspill.manager.ProxifyManager.admit`; a context manager that releases at the
+    end.
+
+    Attributes
+    ----------
+    label
+        Key of the expected output, or None.
+    reservation
+        The core's promise.
+    pids
+        The pinned proxies by key.
+    output_nbytes
+        The part of the promise that is for the output, in bytes.
+    asked_at
+        When it was asked for, by the manager's clock.
+
+    Notes
+    -----
+    Thread-safe. Granting waits only while something can still make room, so a wait ends without
+    anybody's help.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_event",
+        "_lock",
+        "_manager",
+        "_released",
+        "asked_at",
+        "label",
+        "output_nbytes",
+        "pids",
+        "reservation",
+    )
+
+    def __init__(
+        self,
+        manager: ProxifyManager,
+        label: Hashable | None,
+        reservation: Reservation,
+        pids: Mapping[Hashable, int],
+        output_nbytes: int,
+        asked_at: float,
+    ) -> None:
+        self._manager = manager
+        self.label = label
+        self.reservation = reservation
+        self.pids = pids
+        self.output_nbytes = output_nbytes
+        self.asked_at = asked_at
+        self._released = False
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._event: threading.Event | None = None
+
+    @property
+    def granted(self) -> bool:
+        """Whether there is room (or waiting for it is pointless)."""
+        return self.reservation.granted
+
+    @property
+    def overrun(self) -> bool:
+        """Whether it was granted beyond the limit."""
+        return self.reservation.overrun
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until granted or released.
+
+        Parameters
+        ----------
+        timeout
+            Seconds; None for no limit.
+
+        Returns
+        -------
+        bool
+            Whether it is granted (or released) now.
+        """
+        with self._lock:
+            if self.granted or self._released:
+                return True
+            if self._event is None:
+                self._event = threading.Event()
+            event = self._event
+        # A grant between the check and here sets the event or is seen by fulfil(), which takes the
+        # same lock.
+        return event.wait(timeout)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once granted or released: now, in this thread, if it is; else in the
+        thread that makes room.
+
+        The callback must not block and must not raise.
+        """
+        with self._lock:
+            if not (self.granted or self._released):
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def fulfil(self) -> None:
+        """Tell those who wait. Called by the manager after the core granted it, without a lock held."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, []
+            if self._event is not None:
+                self._event.set()
+        for callback in callbacks:
+            callback()
+
+    def release(self) -> None:
+        """Undo the pins and give back what is left of the promise. Idempotent; also ends a wait."""
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+        self._manager.release(self)
+        self.fulfil()
+
+    def __enter__(self) -> Admission:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

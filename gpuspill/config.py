@@ -1,0 +1,193 @@
+"""Every option of gpuspill: its name, default, unit, meaning and parser. A default stands here and
+nowhere else.
+
+An option comes from a keyword (``gpuspill.data(host_limit="2 GiB")``), else from dask's
+configuration (``gpuspill.host-limit`` in YAML, ``DASK_GPUSPILL__HOST_LIMIT`` in the environment),
+else from the default below. ``None``, ``0`` and ``False`` all mean *no limit* for a limit and *off*
+for a feature.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import dask.config
+from dask.utils import parse_bytes, parse_timedelta
+
+from gpuspill.errors import ConfigError
+
+__all__ = ["Settings"]
+
+_OFF = (None, 0, False, "", "none", "None", "false", "False", "off", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Effective options of one store.
+
+    Attributes
+    ----------
+    host_limit
+        Bytes of values to keep in host memory. ``"auto"``: the worker's memory limit times
+        ``distributed.worker.memory.target`` (or ``spill``, if only that is set). None: no limit.
+    max_spill
+        Bytes of records to keep on disk. ``"auto"``: ``distributed.worker.memory.max-spill``. None:
+        no limit.
+    spill_directory
+        Parent of the spill directory. None: the worker's local directory.
+    compression
+        ``"auto"``: as ``distributed.worker.memory.spill-compression`` says. A codec's name, or None
+        for no compression.
+    spill_threads, restore_threads
+        Threads that write and read in the background; a task's own thread reads its inputs itself.
+    prefetch
+        How many of the next tasks have their inputs read ahead. 0: none.
+    admission
+        Whether tasks and transfers wait until their inputs and outputs fit.
+    clean_copies
+        Keep the record of a restored value so that evicting it again needs no write. The value must
+        then not be changed in place after it was stored, as dask demands of tasks anyway.
+    buffer_pool
+        Bytes of unused read buffers to keep for reuse.
+    follow_process_memory
+        Whether process memory that is not managed counts against the limit, as
+        ``distributed.worker.memory.spill`` does.
+    storage_delay
+        Seconds to add to every file operation: shows how a job behaves on a slow disk.
+    """
+
+    host_limit: int | Literal["auto"] | None = "auto"
+    max_spill: int | Literal["auto"] | None = "auto"
+    spill_directory: str | None = None
+    compression: str | None = "auto"
+    spill_threads: int = 1
+    restore_threads: int = 2
+    prefetch: int = 4
+    admission: bool = True
+    clean_copies: bool = True
+    buffer_pool: int = 128 * 2**20
+    follow_process_memory: bool = True
+    storage_delay: float = 0.0
+
+    @classmethod
+    def load(cls, **options: object) -> Settings:
+        """Combine keywords, dask's configuration and defaults.
+
+        Parameters
+        ----------
+        **options
+            As the attributes of this class, in any form that a configuration file may have (``"2
+            GiB"``, ``"250 ms"``, ``"false"``).
+
+        Raises
+        ------
+        ConfigError
+            An option is unknown or its value cannot be used; the message names both.
+        """
+        configured = dask.config.get("gpuspill", None) or {}
+        if not isinstance(configured, Mapping):
+            raise ConfigError(f"gpuspill: expected a mapping of options, found {configured!r}")
+        raw = {str(name).replace("-", "_"): value for name, value in configured.items()}
+        raw.update(options)
+        known = {field.name: field.default for field in fields(cls)}
+        for name in raw:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(
+                    f"gpuspill.{name.replace('_', '-')}: no such option.{hint} There are: {', '.join(sorted(known))}."
+                )
+        return cls(**{name: _PARSERS[name](name, value) for name, value in raw.items()})
+
+
+def _fail(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"gpuspill.{name.replace('_', '-')}: expected {expected}, found {value!r}")
+
+
+def _nbytes(name: str, value: Any) -> int | None:
+    if value is True:
+        raise _fail(name, value, "a size such as '2 GiB'")
+    if (isinstance(value, float | int) and value == 0) or value in _OFF:
+        return None
+    try:
+        nbytes = int(parse_bytes(value))
+    except (ValueError, TypeError, AttributeError):
+        raise _fail(name, value, "a size such as '2 GiB', or 0 or None for no limit") from None
+    if nbytes < 0:
+        raise _fail(name, value, "a size that is not negative")
+    return nbytes
+
+
+def _limit(name: str, value: Any) -> int | Literal["auto"] | None:
+    return "auto" if value == "auto" else _nbytes(name, value)
+
+
+def _size(name: str, value: Any) -> int:
+    return _nbytes(name, value) or 0
+
+
+def _count(minimum: int) -> Any:
+    def parse(name: str, value: Any) -> int:
+        if value in _OFF and minimum == 0:
+            return 0
+        try:
+            count = int(value)
+            good = count == float(value) and count >= minimum and value is not True
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise _fail(name, value, f"a whole number of at least {minimum}")
+        return count
+
+    return parse
+
+
+def _switch(name: str, value: Any) -> bool:
+    if value in _OFF:
+        return False
+    if value in (True, 1, "1", "true", "True", "on", "yes"):
+        return True
+    raise _fail(name, value, "true or false")
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value in _OFF:
+        return None
+    if not isinstance(value, str):
+        raise _fail(name, value, "a text")
+    return value
+
+
+def _directory(name: str, value: Any) -> str | None:
+    return None if value is None or value == "" else str(value)
+
+
+def _seconds(name: str, value: Any) -> float:
+    if value in _OFF:
+        return 0.0
+    try:
+        seconds = float(parse_timedelta(value))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise _fail(name, value, "a time such as '250 ms'") from None
+    if seconds < 0:
+        raise _fail(name, value, "a time that is not negative")
+    return seconds
+
+
+_PARSERS: Mapping[str, Any] = {
+    "host_limit": _limit,
+    "max_spill": _limit,
+    "spill_directory": _directory,
+    "compression": _text,
+    "spill_threads": _count(1),
+    "restore_threads": _count(1),
+    "prefetch": _count(0),
+    "admission": _switch,
+    "clean_copies": _switch,
+    "buffer_pool": _size,
+    "follow_process_memory": _switch,
+    "storage_delay": _seconds,
+}

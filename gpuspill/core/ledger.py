@@ -1,0 +1,116 @@
+"""Which keys hold which proxies, and what every proxy is charged in every tier.
+
+A key is a name, a proxy is a value. Several keys may hold one proxy (the same object stored twice);
+its bytes are charged once, to the proxy, in each tier that holds a copy. What was charged is
+recorded and exactly that is subtracted again, so the totals cannot drift when a size estimate
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from gpuspill.core.residency import Residency, Tier
+
+__all__ = ["Entry", "Ledger"]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One proxy.
+
+    Attributes
+    ----------
+    pid
+        Number of the proxy, never reused.
+    nbytes
+        Bytes its value takes in memory (an estimate until it was serialised once).
+    disk_nbytes
+        Bytes of its record; 0 without one.
+    keys
+        The keys that hold it. Empty once all were deleted while it was pinned or moving.
+    unspillable
+        It cannot be serialised and stays in memory for good.
+    had_use
+        A use of it was expected at some time (see the policy's first rule).
+    """
+
+    pid: int
+    nbytes: int
+    residency: Residency = field(default_factory=Residency)
+    disk_nbytes: int = 0
+    keys: set[Hashable] = field(default_factory=set)
+    unspillable: bool = False
+    had_use: bool = False
+
+
+class Ledger:
+    """Keys, proxies and totals. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.keys: dict[Hashable, Entry] = {}
+        self.entries: dict[int, Entry] = {}
+        self._last = 0
+
+    def create(self, nbytes: int) -> Entry:
+        """Return a new entry without keys."""
+        if nbytes < 0:
+            raise ValueError(f"a size must not be negative, got {nbytes} bytes")
+        self._last += 1
+        entry = self.entries[self._last] = Entry(self._last, nbytes)
+        return entry
+
+    def bind(self, key: Hashable, entry: Entry) -> Entry | None:
+        """Let `key` hold `entry`; return what it held before, if that was another one."""
+        before = self.keys.get(key)
+        if before is entry:
+            return None
+        if before is not None:
+            before.keys.discard(key)
+        self.keys[key] = entry
+        entry.keys.add(key)
+        return before
+
+    def unbind(self, key: Hashable) -> Entry:
+        """Forget `key`; return what it held. KeyError if unknown."""
+        entry = self.keys.pop(key)
+        entry.keys.discard(key)
+        return entry
+
+    def forget(self, entry: Entry) -> None:
+        """Remove an entry that no key holds."""
+        assert not entry.keys, f"proxy {entry.pid} is still held by {entry.keys}"
+        del self.entries[entry.pid]
+
+    def holders(self, pid: int) -> Iterator[Hashable]:
+        """Return the keys that hold a proxy."""
+        return iter(self.entries[pid].keys)
+
+    def validate(self, used: int, disk_used: int) -> None:
+        """Raise AssertionError unless the indices agree with each other and with the budgets'
+        totals.
+
+        Parameters
+        ----------
+        used, disk_used
+            What the budgets hold for memory and for disk, in bytes.
+        """
+        for key, entry in self.keys.items():
+            assert key in entry.keys, (key, entry)
+            assert self.entries[entry.pid] is entry, (key, entry)
+        total = disk_total = 0
+        for pid, entry in self.entries.items():
+            assert entry.pid == pid
+            for key in entry.keys:
+                assert self.keys[key] is entry, (key, entry)
+            residency = entry.residency
+            arriving = residency.target == residency.origin
+            if residency.resident or arriving:
+                total += entry.nbytes
+            if residency.has(Tier.DISK) or residency.target == Tier.DISK:
+                disk_total += entry.disk_nbytes
+            else:
+                assert entry.disk_nbytes == 0, entry
+        assert total == used, f"{total} bytes of values in memory, {used} charged"
+        assert disk_total == disk_used, f"{disk_total} bytes of records, {disk_used} charged"

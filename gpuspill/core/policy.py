@@ -1,0 +1,185 @@
+"""Who is evicted next.
+
+Order of victims:
+
+1. values whose last known use is over, the one used up first before the others;
+2. values without a known use, least recently used first;
+3. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
+
+The future is what the worker's own tasks tell: every task that waits for or is ready to run names
+its inputs and has a priority. Rule 1 before rule 2 is what keeps a cyclic scan, the worst case of
+plain recency, from thrashing: a block that was just consumed goes before the blocks that wait their
+turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+
+__all__ = ["EvictionQueue", "NextUse", "Order"]
+
+# : Position in time of a use; smaller is sooner. Compared element by element, as task priorities
+# are.
+Order = tuple[float, ...]
+
+
+class _Furthest:
+    """Heap item that sorts the furthest order first. Plain negation would mis-sort tuples of unequal length."""
+
+    __slots__ = ("order", "pid")
+
+    def __init__(self, order: Order, pid: int) -> None:
+        self.order = order
+        self.pid = pid
+
+    def __lt__(self, other: _Furthest) -> bool:
+        return self.order > other.order
+
+
+class EvictionQueue:
+    """The proxies that may be evicted, in the order in which they would be.
+
+    Notes
+    -----
+    `add`, `discard`, `touch` are O(1) without a known use and O(log n) with one; `pop` is O(log n)
+    amortised: heap items of proxies that left or changed are skipped when they surface, and the
+    heap is rebuilt when most of it is such items. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._spent: OrderedDict[int, None] = OrderedDict()
+        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._planned: dict[int, Order] = {}
+        self._heap: list[_Furthest] = []
+
+    def __len__(self) -> int:
+        return len(self._spent) + len(self._recent) + len(self._planned)
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._recent or pid in self._planned or pid in self._spent
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the proxies, in no particular order."""
+        yield from self._spent
+        yield from self._recent
+        yield from self._planned
+
+    def add(self, pid: int, order: Order | None = None, *, spent: bool = False) -> None:
+        """Add a proxy, or move it to where it belongs now.
+
+        Parameters
+        ----------
+        pid
+            The proxy.
+        order
+            Its next known use, if any.
+        spent
+            It has no next use but had one: it goes before those of which nothing is known.
+        """
+        self.discard(pid)
+        if order is not None:
+            self._planned[pid] = order
+            heapq.heappush(self._heap, _Furthest(order, pid))
+            if len(self._heap) > 64 and len(self._heap) > 2 * len(self._planned):
+                self._heap = [_Furthest(o, p) for p, o in self._planned.items()]
+                heapq.heapify(self._heap)
+        elif spent:
+            self._spent[pid] = None
+        else:
+            self._recent[pid] = None
+
+    def discard(self, pid: int) -> None:
+        """Take a proxy out, if it is in."""
+        if pid in self._recent:
+            del self._recent[pid]
+        elif pid in self._spent:
+            del self._spent[pid]
+        else:
+            self._planned.pop(pid, None)
+
+    def touch(self, pid: int) -> None:
+        """Note a use of `pid`. A known next use stays what it is."""
+        if pid in self._recent:
+            self._recent.move_to_end(pid)
+        elif pid in self._spent:
+            # Somebody wanted it although no known task did: its future is unknown again.
+            del self._spent[pid]
+            self._recent[pid] = None
+
+    def peek(self) -> int | None:
+        """Return the next victim without taking it out."""
+        if self._spent:
+            return next(iter(self._spent))
+        if self._recent:
+            return next(iter(self._recent))
+        while self._heap:
+            item = self._heap[0]
+            if self._planned.get(item.pid) == item.order:
+                return item.pid
+            heapq.heappop(self._heap)
+        return None
+
+    def next_use(self, pid: int) -> Order | None:
+        """Return the next known use of a proxy in the queue."""
+        return self._planned.get(pid)
+
+    def validate(self) -> None:
+        """Raise AssertionError if the indices contradict each other."""
+        assert not self._spent.keys() & self._recent.keys()
+        assert not self._spent.keys() & self._planned.keys()
+        assert not self._recent.keys() & self._planned.keys()
+        in_heap = {(item.pid, item.order) for item in self._heap}
+        assert set(self._planned.items()) <= in_heap
+
+
+class NextUse:
+    """For every key, the users (tasks) that are going to read it and when.
+
+    Notes
+    -----
+    A key is known here before its value is, and after. O(log n) amortised in the number of users of
+    a key: a user that is done is dropped from the set at once and from the heap when it surfaces.
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._users: dict[Hashable, dict[Hashable, Order]] = {}
+        self._heaps: dict[Hashable, list[tuple[Order, int, Hashable]]] = {}
+        self._counter = 0  # breaks ties: users may not be comparable with each other
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def expect(self, key: Hashable, user: Hashable, order: Order) -> None:
+        """`user` is going to read `key` at `order`. Replaces what was said before of the two."""
+        users = self._users.setdefault(key, {})
+        if users.get(user) == order:
+            return
+        users[user] = order
+        self._counter += 1
+        heapq.heappush(self._heaps.setdefault(key, []), (order, self._counter, user))
+
+    def drop(self, key: Hashable, user: Hashable) -> bool:
+        """`user` has read `key`, or never will. Returns whether that was expected."""
+        users = self._users.get(key)
+        if users is None or user not in users:
+            return False
+        del users[user]
+        if not users:
+            del self._users[key]
+            del self._heaps[key]
+        return True
+
+    def next(self, key: Hashable) -> Order | None:
+        """When `key` is read next, or ``None`` if nothing is known."""
+        users = self._users.get(key)
+        if not users:
+            return None
+        heap = self._heaps[key]
+        while True:
+            order, _, user = heap[0]
+            if users.get(user) == order:
+                return order
+            heapq.heappop(heap)

@@ -1,0 +1,80 @@
+"""What serialising a value teaches about its size.
+
+``sizeof`` can be far off: 8 kB for a frame that holds 10 MB of strings, 56 bytes for an object with
+an 8 MB attribute. A value that is taken for small is never evicted and memory runs over. When a
+value is serialised its bytes are counted anyway; if they are many more than was charged, the charge
+is corrected, and the next values of the same type are charged accordingly from the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["SizeModel"]
+
+
+@dataclass(slots=True)
+class _Observed:
+    factor: float
+    largest: float
+
+
+@dataclass(slots=True)
+class SizeModel:
+    """Learned corrections, one a type.
+
+    Parameters
+    ----------
+    tolerance
+        Serialised bytes / charged bytes above which the charge is held to be wrong. Serialised
+        forms are often a little larger than the object (headers) and often much smaller (packed
+        integers), so only a clear excess teaches anything.
+    weight
+        Weight of the newest observation in the moving averages.
+    minimum
+        Serialised bytes below which nothing is learned: small values are never the problem.
+    """
+
+    tolerance: float = 1.5
+    weight: float = 0.5
+    minimum: int = 4096
+    _observed: dict[type, _Observed] = field(default_factory=dict)
+
+    def estimate(self, kind: type, nbytes: int) -> int:
+        """Bytes to charge for a value of type `kind` whose ``sizeof`` is `nbytes`.
+
+        Scaled by the learned factor, but never beyond what was really seen for the type: a type
+        with some hidden and some well-sized values must not be charged in terabytes.
+        """
+        seen = self._observed.get(kind)
+        if seen is None:
+            return nbytes
+        return max(nbytes, int(min(nbytes * seen.factor, seen.largest)))
+
+    def learn(self, kind: type, nbytes: int, serialized: int) -> int | None:
+        """Compare ``sizeof`` with the serialised size.
+
+        Parameters
+        ----------
+        kind
+            Type of the value.
+        nbytes
+            What ``sizeof`` said, uncorrected, in bytes.
+        serialized
+            Bytes of the serialised value before compression.
+
+        Returns
+        -------
+        int or None
+            The bytes to charge instead, or None if what ``sizeof`` said was about right.
+        """
+        wrong = serialized > self.minimum and serialized > self.tolerance * max(nbytes, 1)
+        seen = self._observed.get(kind)
+        if wrong or seen is not None:
+            factor = max(1.0, serialized / max(nbytes, 1))
+            if seen is None:
+                self._observed[kind] = _Observed(factor, serialized)
+            else:
+                seen.factor += self.weight * (factor - seen.factor)
+                seen.largest = max(serialized, seen.largest + self.weight * (serialized - seen.largest))
+        return serialized if wrong else None

@@ -1,0 +1,685 @@
+"""The spilling decisions of one store: events in, decisions out, no side effects.
+
+This module covers:
+
+- which proxy is spilled, dropped or kept, and when (background eviction, clean copies, the disk
+quota);
+- who may add bytes now and who waits (reservations, admission without deadlock);
+- what becomes of a value when keys are deleted or overwritten, and moves complete or fail, in any
+order.
+
+It does *not* cover:
+
+- values, bytes, files, threads: :mod:`gpuspill.manager` acts on the decisions;
+- what a key means, tasks and their inputs: :mod:`gpuspill.distributed`.
+
+What must happen outside after an event is collected in :class:`Effects`; the caller takes them with
+:meth:`SpillState.take_effects` before it lets go of its lock, and performs them after.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from gpuspill.core.budget import Budget, Kind, Reservation
+from gpuspill.core.ledger import Entry, Ledger
+from gpuspill.core.policy import EvictionQueue, NextUse, Order
+from gpuspill.core.residency import State, Tier
+from gpuspill.errors import InvalidTransition
+
+__all__ = ["Counters", "Effects", "SpillState"]
+
+
+@dataclass(slots=True)
+class Effects:
+    """What the caller has to do after an event, outside its lock.
+
+    Attributes
+    ----------
+    dropped
+        Proxies whose value in memory is to be let go.
+    deleted
+        Proxies whose record is to be deleted.
+    granted
+        Reservations that were granted while they waited.
+    forgotten
+        Proxies that no longer exist.
+    """
+
+    dropped: list[int] = field(default_factory=list)
+    deleted: list[int] = field(default_factory=list)
+    granted: list[Reservation] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped or self.deleted or self.granted or self.forgotten)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Ever-increasing counts of decisions; bytes are bytes in memory unless said otherwise."""
+
+    spills: int = 0
+    spilled_nbytes: int = 0
+    spill_failures: int = 0
+    clean_drops: int = 0
+    clean_dropped_nbytes: int = 0
+    restores: int = 0
+    restored_nbytes: int = 0
+    restore_failures: int = 0
+    prefetches: int = 0
+    overruns: int = 0
+    waits: int = 0
+    lost: int = 0
+    records_reclaimed: int = 0
+
+
+def _never(pid: int) -> bool:
+    return False
+
+
+class SpillState:
+    """Everything gpuspill knows about the values of one store, and what it decides.
+
+    Parameters
+    ----------
+    limit
+        Bytes of values to keep in memory; None for no limit.
+    disk_limit
+        Bytes of records to keep on disk; None for no limit.
+    held
+        ``held(pid)`` tells whether somebody outside holds on to a value in memory, so that evicting
+        it would free nothing. Called during decisions; must be fast and must not call back.
+    keep_clean
+        Keep the record of a restored value, so that evicting it again is not a write.
+
+    Notes
+    -----
+    Not thread-safe; the owner calls every method under one lock. Every method is O(log n) or better
+    in the number of values, amortised, except :meth:`validate`.
+
+    A proxy is a *candidate* for eviction when its value is in memory, nobody pins it, nothing
+    moves, and it is neither unspillable nor set aside. Two kinds are set aside until :meth:`retry`:
+    **held** ones and **blocked** ones, whose last spill failed for a reason that may pass (disk
+    full, quota, I/O error). Setting them aside is what keeps one bad value from stopping the
+    others.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | None,
+        disk_limit: int | None = None,
+        held: Callable[[int], bool] = _never,
+        keep_clean: bool = True,
+    ) -> None:
+        self.memory = Budget(limit)
+        self.disk = Budget(disk_limit)
+        self.ledger = Ledger()
+        self.queue = EvictionQueue()
+        self.uses = NextUse()
+        self.counters = Counters()
+        self.keep_clean = keep_clean
+        self._is_held = held
+        self._held: dict[int, None] = {}
+        self._blocked: dict[int, None] = {}
+        self._clean: dict[int, None] = {}  # in memory with a record, which could be reclaimed
+        self._spilling = 0
+        self._effects = Effects()
+        #: Kept up to date so that statistics need no scan.
+        self.pinned_nbytes = 0
+        self.unspillable = 0
+        self.spilled = 0  # values that are on disk only and not on their way back
+        self.spilled_nbytes = 0
+
+    # -- ownership ---------------------------------------------------------------------------------
+
+    def insert(self, key: Hashable, nbytes: int) -> int:
+        """A new value enters memory under `key`, replacing what the key held. Returns its proxy."""
+        entry = self.ledger.create(nbytes)
+        self.memory.used += nbytes
+        before = self.ledger.bind(key, entry)
+        if before is not None:
+            self._release_if_unused(before)
+        self._classify(entry)
+        self._balance()
+        return entry.pid
+
+    def alias(self, key: Hashable, pid: int) -> None:
+        """`key` holds the value of an existing proxy too."""
+        entry = self.ledger.entries[pid]
+        before = self.ledger.bind(key, entry)
+        if before is not None:
+            self._release_if_unused(before)
+        self._classify(entry)
+        self._balance()
+
+    def remove(self, key: Hashable) -> None:
+        """Forget `key`. KeyError if unknown. Its value goes when no other key, pin or move needs it."""
+        self._release_if_unused(self.ledger.unbind(key))
+        self._balance()
+
+    def find(self, key: Hashable) -> Entry:
+        """Return the entry that `key` holds; KeyError if unknown."""
+        return self.ledger.keys[key]
+
+    # -- use ---------------------------------------------------------------------------------------
+
+    def touch(self, pid: int) -> None:
+        """Note a use."""
+        self.queue.touch(pid)
+
+    def pin(self, pid: int) -> None:
+        """The value is in use: it is no victim until every pin is undone, and survives the deletion of its keys."""
+        entry = self.ledger.entries[pid]
+        entry.residency.pin()
+        if entry.residency.pins == 1:
+            self.pinned_nbytes += entry.nbytes
+            self._unlist(pid)
+            if self.memory.first() is not None:
+                self._grant_waiting()  # it may have been the last thing that could make room
+
+    def unpin(self, pid: int) -> None:
+        """Undo one pin."""
+        entry = self.ledger.entries[pid]
+        entry.residency.unpin()
+        if not entry.residency.pins:
+            self.pinned_nbytes -= entry.nbytes
+            if not entry.keys:
+                self._release_if_unused(entry)
+            else:
+                self._classify(entry)
+            self._balance()
+
+    def expect_use(self, key: Hashable, user: Hashable, order: Order) -> None:
+        """`user` is going to read `key`; a smaller `order` is sooner. The key need not exist yet."""
+        self.uses.expect(key, user, order)
+        entry = self.ledger.keys.get(key)
+        if entry is not None:
+            entry.had_use = True
+            if entry.pid in self.queue:
+                self._classify(entry)
+
+    def drop_use(self, key: Hashable, user: Hashable) -> None:
+        """`user` has read `key` or never will."""
+        if self.uses.drop(key, user):
+            entry = self.ledger.keys.get(key)
+            if entry is not None:
+                entry.had_use = True
+                if entry.pid in self.queue:
+                    self._classify(entry)
+
+    # -- spilling ----------------------------------------------------------------------------------
+
+    def next_spill(self) -> int | None:
+        """Choose what to write to disk next, if anything has to be, and begin that move.
+
+        Clean values that come first in the order are dropped on the way (a state change, not a
+        write).
+
+        Returns
+        -------
+        int or None
+            The proxy whose value the caller must now serialise and write, ending with
+            :meth:`complete_spill` or :meth:`fail_spill`.
+        """
+        self._balance()
+        while self.memory.excess() > 0:
+            pid = self.queue.peek()
+            if pid is None:
+                break
+            entry = self.ledger.entries[pid]
+            if self._set_aside_if_held(pid):
+                continue
+            if entry.residency.has(Tier.DISK):
+                self._drop(entry)
+                continue
+            self._unlist(pid)
+            entry.residency.begin(Tier.HOST, Tier.DISK)
+            self.memory.leaving += entry.nbytes
+            self._spilling += 1
+            return pid
+        self._grant_waiting()
+        return None
+
+    def reserve_record(self, pid: int, nbytes: int) -> bool:
+        """The record of a spill in flight will take `nbytes` on disk. Returns False if the quota
+        forbids it.
+
+        Records of values that are in memory as well are redundant and are given up first.
+        """
+        entry = self._spilling_entry(pid)
+        limit = self.disk.limit
+        if limit is not None:
+            while self.disk.used + nbytes > limit and self._clean:
+                victim = self.ledger.entries[next(iter(self._clean))]
+                self._delete_record(victim)
+                self.counters.records_reclaimed += 1
+            if self.disk.used + nbytes > limit:
+                return False
+        self.disk.used += nbytes - entry.disk_nbytes
+        entry.disk_nbytes = nbytes
+        return True
+
+    def complete_spill(self, pid: int, disk_nbytes: int) -> None:
+        """The record is written and verified.
+
+        The value in memory is let go if its room is still needed and nobody took it up meanwhile;
+        else the record stays behind as a clean copy.
+        """
+        entry = self._spilling_entry(pid)
+        self.disk.used += disk_nbytes - entry.disk_nbytes
+        entry.disk_nbytes = disk_nbytes
+        wanted = self.memory.over()  # before its bytes stop counting as leaving
+        self._end_spill(entry)
+        entry.residency.complete()
+        self.counters.spills += 1
+        self.counters.spilled_nbytes += entry.nbytes
+        if not entry.keys and not entry.residency.pins:
+            self._release_if_unused(entry)
+        else:
+            self._clean[pid] = None
+            self._classify(entry)
+            if wanted and pid in self.queue and not self._set_aside_if_held(pid):
+                self._drop(entry, clean=False)
+        self._balance()
+
+    def fail_spill(self, pid: int, *, forever: bool) -> None:
+        """The spill came to nothing; the value stays where it was.
+
+        Parameters
+        ----------
+        pid
+            The proxy.
+        forever
+            It can never be spilled (not serialisable); otherwise it is tried again after
+            :meth:`retry`.
+        """
+        entry = self._spilling_entry(pid)
+        self.disk.used -= entry.disk_nbytes
+        entry.disk_nbytes = 0
+        self._end_spill(entry)
+        entry.residency.fail()
+        self.counters.spill_failures += 1
+        if forever:
+            entry.unspillable = True
+            self.unspillable += 1
+        if not entry.keys and not entry.residency.pins:
+            self._release_if_unused(entry)
+        elif not forever:
+            self._blocked[pid] = None
+        self._balance()
+
+    def correct_size(self, pid: int, nbytes: int) -> None:
+        """The value turned out to take `nbytes` in memory."""
+        entry = self.ledger.entries[pid]
+        residency = entry.residency
+        if residency.resident or residency.target == residency.origin:
+            self.memory.used += nbytes - entry.nbytes
+        elif residency.has(Tier.DISK):
+            self.spilled_nbytes += nbytes - entry.nbytes
+        if residency.target == Tier.DISK:
+            self.memory.leaving += nbytes - entry.nbytes
+        if residency.pins:
+            self.pinned_nbytes += nbytes - entry.nbytes
+        entry.nbytes = nbytes
+        self._balance()
+
+    def retry(self, count: int = 1000) -> None:
+        """Consider again what was set aside: the outside world may have let go of it, or the disk
+        may have room.
+
+        Parameters
+        ----------
+        count
+            How many of each kind at most, longest set aside first, so that a call stays short with
+            any number of values.
+        """
+        for aside in (self._held, self._blocked):
+            for pid in list(itertools.islice(aside, count)):
+                del aside[pid]
+                self._classify(self.ledger.entries[pid])
+        self._balance()
+
+    @property
+    def set_aside(self) -> int:
+        """Number of values that :meth:`retry` would consider again."""
+        return len(self._held) + len(self._blocked)
+
+    # -- restoring ---------------------------------------------------------------------------------
+
+    def begin_restore(self, pid: int, reservation: Reservation | None = None) -> None:
+        """The caller is going to read the record of a spilled value; its bytes are charged from now
+        on.
+
+        With a reservation the bytes come out of that promise.
+        """
+        entry = self.ledger.entries[pid]
+        entry.residency.begin(Tier.DISK, Tier.HOST)
+        self._count_spilled(entry, -1)
+        self.memory.used += entry.nbytes
+        if reservation is not None:
+            self.memory.settle(reservation, entry.nbytes)
+        self._balance()
+
+    def begin_prefetch(self, pid: int, order: Order) -> bool:
+        """Begin a restore ahead of its use, if there is room for it.
+
+        Room is what is free, plus clean values that are needed later than `order` or not at all: a
+        prefetch never causes a write and never takes what others wait for.
+        """
+        entry = self.ledger.entries[pid]
+        if entry.residency.state is not State.SPILLED:
+            return False
+        budget = self.memory
+        while budget.limit is not None and (
+            budget.committed + budget.demand - budget.leaving + entry.nbytes > budget.limit
+        ):
+            victim = self.queue.peek()
+            if victim is None:
+                return False
+            if self._set_aside_if_held(victim):
+                continue
+            other = self.ledger.entries[victim]
+            use = self.queue.next_use(victim)
+            if not other.residency.has(Tier.DISK) or (use is not None and use <= order):
+                return False
+            self._drop(other)
+        entry.residency.begin(Tier.DISK, Tier.HOST)
+        self._count_spilled(entry, -1)
+        budget.used += entry.nbytes
+        self.counters.prefetches += 1
+        return True
+
+    def complete_restore(self, pid: int) -> None:
+        """The value is in memory again, read and verified."""
+        entry = self._restoring_entry(pid)
+        entry.residency.complete()
+        self.counters.restores += 1
+        self.counters.restored_nbytes += entry.nbytes
+        if not entry.keys and not entry.residency.pins:
+            self._release_if_unused(entry)
+        elif self.keep_clean:
+            self._clean[pid] = None
+        else:
+            self._delete_record(entry)
+        if pid in self.ledger.entries:
+            self._classify(entry)
+        self._balance()
+
+    def fail_restore(self, pid: int, *, lost: bool) -> None:
+        """The value could not be brought back.
+
+        Parameters
+        ----------
+        pid
+            The proxy.
+        lost
+            The record itself is gone or damaged; there is no copy left. Otherwise reading may be
+            tried again.
+        """
+        entry = self._restoring_entry(pid)
+        entry.residency.fail()
+        self.memory.used -= entry.nbytes
+        self.counters.restore_failures += 1
+        if lost:
+            entry.residency.lose(Tier.DISK)
+            self.disk.used -= entry.disk_nbytes
+            entry.disk_nbytes = 0
+            self._effects.deleted.append(pid)
+            self.counters.lost += 1
+        else:
+            self._count_spilled(entry, 1)
+        if not entry.keys and not entry.residency.pins:
+            self._release_if_unused(entry)
+        self._balance()
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int, kind: Kind) -> Reservation:
+        """Ask for room. The reservation is granted now, or appears in :attr:`Effects.granted`
+        later.
+
+        It waits only while something can still make room: a spill in flight, or a candidate that
+        was not tried yet. When neither is left it is granted all the same and counted as an
+        overrun, so admission alone never stops a worker.
+        """
+        reservation = Reservation(kind, max(0, nbytes))
+        if self.memory.first() is None or (kind is Kind.TASK and not self.memory.waiting[Kind.TASK]):
+            if not self.memory.fits(nbytes):
+                self._balance(nbytes)
+            if self.memory.fits(nbytes):
+                self.memory.grant(reservation)
+                return reservation
+        self.memory.queue(reservation)
+        self._grant_waiting()
+        if reservation.granted:
+            self._effects.granted.remove(reservation)
+        else:
+            self.counters.waits += 1
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """Give back what is left of a reservation, or stop waiting for it. Idempotent."""
+        self.memory.release(reservation)
+        self._grant_waiting()
+
+    def shrink(self, reservation: Reservation, nbytes: int) -> None:
+        """Keep at most `nbytes` of a granted reservation: the rest turned out not to be needed."""
+        if reservation.granted and reservation.nbytes > nbytes:
+            self.memory.settle(reservation, reservation.nbytes - nbytes)
+            self._grant_waiting()
+
+    def set_offset(self, nbytes: int) -> None:
+        """Set the bytes of process memory that nobody accounts for (may be negative)."""
+        self.memory.offset = nbytes
+        self._balance()
+
+    # -- for the caller ----------------------------------------------------------------------------
+
+    @property
+    def pressure(self) -> bool:
+        """Whether :meth:`next_spill` may find something to do, now or after :meth:`retry`."""
+        if self.memory.first() is not None:
+            return True
+        return self.memory.excess() > 0 and bool(self.queue or self._held or self._blocked)
+
+    def take_effects(self) -> Effects:
+        """Return what has to be done outside, once."""
+        effects = self._effects
+        if effects:
+            self._effects = Effects()
+        return effects
+
+    def validate(self) -> None:
+        """Raise AssertionError if any two indices contradict each other. O(n)."""
+        self.memory.validate()
+        self.disk.validate()
+        self.queue.validate()
+        self.ledger.validate(self.memory.used, self.disk.used)
+        leaving = spilling = pinned = unspillable = spilled = spilled_nbytes = 0
+        for pid, entry in self.ledger.entries.items():
+            residency = entry.residency
+            assert entry.keys or residency.pins or residency.moving, f"unused proxy {entry}"
+            listed = [pid in self.queue, pid in self._held, pid in self._blocked]
+            assert sum(listed) == int(self._eligible(entry)), (entry, listed)
+            assert (pid in self._clean) == (residency.resident and residency.has(Tier.DISK)), entry
+            if residency.pins:
+                pinned += entry.nbytes
+            unspillable += entry.unspillable
+            if residency.state is State.SPILLED:
+                spilled += 1
+                spilled_nbytes += entry.nbytes
+            if residency.target == Tier.DISK:
+                spilling += 1
+                leaving += entry.nbytes
+            if pid in self.queue and entry.keys:
+                assert self.queue.next_use(pid) == self._next_use(entry), entry
+        assert leaving == self.memory.leaving, (leaving, self.memory.leaving)
+        assert spilling == self._spilling
+        assert pinned == self.pinned_nbytes, (pinned, self.pinned_nbytes)
+        assert unspillable == self.unspillable
+        assert (spilled, spilled_nbytes) == (self.spilled, self.spilled_nbytes)
+        for aside in (self._held, self._blocked, self._clean):
+            assert aside.keys() <= self.ledger.entries.keys()
+        assert set(self.queue) <= self.ledger.entries.keys()
+        if self.disk.limit is not None:
+            assert self.disk.used <= self.disk.limit
+        first = self.memory.first()
+        if first is not None:
+            assert self._can_free(), "a reservation waits although nothing can make room"
+
+    # -- internals ---------------------------------------------------------------------------------
+
+    def _eligible(self, entry: Entry) -> bool:
+        """Whether eviction may consider the entry, now or after a retry."""
+        residency = entry.residency
+        return (
+            residency.resident
+            and not residency.pins
+            and not residency.moving
+            and (not entry.unspillable or residency.has(Tier.DISK))
+        )
+
+    def _next_use(self, entry: Entry) -> Order | None:
+        if len(entry.keys) == 1:
+            (key,) = entry.keys
+            return self.uses.next(key)
+        return min((use for key in entry.keys if (use := self.uses.next(key)) is not None), default=None)
+
+    def _classify(self, entry: Entry) -> None:
+        """Put the entry where it belongs in the eviction order, as used just now."""
+        pid = entry.pid
+        if not self._eligible(entry):
+            self._unlist(pid)
+            return
+        if pid in self._held or pid in self._blocked:
+            return
+        order = self._next_use(entry)
+        if order is not None:
+            entry.had_use = True
+        self.queue.add(pid, order, spent=entry.had_use)
+
+    def _unlist(self, pid: int) -> None:
+        self.queue.discard(pid)
+        self._held.pop(pid, None)
+        self._blocked.pop(pid, None)
+
+    def _set_aside_if_held(self, pid: int) -> bool:
+        if not self._is_held(pid):
+            return False
+        self.queue.discard(pid)
+        self._held[pid] = None
+        return True
+
+    def _balance(self, extra: int = 0) -> None:
+        """Drop clean values that come first in the order while room is needed, then serve those who
+        wait.
+
+        Values that need a write are left to :meth:`next_spill`.
+        """
+        budget = self.memory
+        if budget.limit is not None:
+            while budget.excess() + extra > 0:
+                pid = self.queue.peek()
+                if pid is None:
+                    break
+                if self._set_aside_if_held(pid):
+                    continue
+                entry = self.ledger.entries[pid]
+                if not entry.residency.has(Tier.DISK):
+                    break
+                self._drop(entry)
+        if budget.first() is not None:
+            self._grant_waiting()
+
+    def _can_free(self) -> bool:
+        return self._spilling > 0 or len(self.queue) > 0
+
+    def _grant_waiting(self) -> None:
+        budget = self.memory
+        while (first := budget.first()) is not None:
+            if budget.fits(first.nbytes):
+                budget.grant(first)
+            elif self._can_free():
+                return
+            else:
+                budget.grant(first, overrun=True)
+                self.counters.overruns += 1
+            self._effects.granted.append(first)
+
+    def _drop(self, entry: Entry, *, clean: bool = True) -> None:
+        """Let go of a value in memory of which a record exists."""
+        self._unlist(entry.pid)
+        entry.residency.drop(Tier.HOST)
+        self._count_spilled(entry, 1)
+        self._clean.pop(entry.pid, None)
+        self.memory.used -= entry.nbytes
+        self._effects.dropped.append(entry.pid)
+        if clean:
+            self.counters.clean_drops += 1
+            self.counters.clean_dropped_nbytes += entry.nbytes
+
+    def _delete_record(self, entry: Entry) -> None:
+        """Give up the record of a value that is in memory as well."""
+        entry.residency.drop(Tier.DISK)
+        self._clean.pop(entry.pid, None)
+        self.disk.used -= entry.disk_nbytes
+        entry.disk_nbytes = 0
+        self._effects.deleted.append(entry.pid)
+        if not self._eligible(entry):
+            self._unlist(entry.pid)
+
+    def _release_if_unused(self, entry: Entry) -> None:
+        """Forget an entry that no key, pin or move needs."""
+        residency = entry.residency
+        if entry.keys:
+            self._classify(entry)
+            return
+        if residency.pins or residency.moving:
+            return
+        self._unlist(entry.pid)
+        self._clean.pop(entry.pid, None)
+        if residency.resident:
+            self.memory.used -= entry.nbytes
+            self._effects.dropped.append(entry.pid)
+        if residency.has(Tier.DISK):
+            if not residency.resident:
+                self._count_spilled(entry, -1)
+            self.disk.used -= entry.disk_nbytes
+            entry.disk_nbytes = 0
+            self._effects.deleted.append(entry.pid)
+            self._unblock()
+        self.unspillable -= entry.unspillable
+        self.ledger.forget(entry)
+        self._effects.forgotten.append(entry.pid)
+
+    def _unblock(self) -> None:
+        """The disk has more room than before: what failed for lack of it may be tried again."""
+        if self._blocked:
+            pids = list(self._blocked)
+            self._blocked.clear()
+            for pid in pids:
+                self._classify(self.ledger.entries[pid])
+
+    def _count_spilled(self, entry: Entry, sign: int) -> None:
+        self.spilled += sign
+        self.spilled_nbytes += sign * entry.nbytes
+
+    def _end_spill(self, entry: Entry) -> None:
+        self.memory.leaving -= entry.nbytes
+        self._spilling -= 1
+
+    def _spilling_entry(self, pid: int) -> Entry:
+        entry = self.ledger.entries[pid]
+        if entry.residency.target != Tier.DISK:
+            raise InvalidTransition(f"proxy {pid} is not being spilled")
+        return entry
+
+    def _restoring_entry(self, pid: int) -> Entry:
+        entry = self.ledger.entries[pid]
+        if entry.residency.target != Tier.HOST:
+            raise InvalidTransition(f"proxy {pid} is not being restored")
+        return entry

@@ -1,0 +1,147 @@
+"""The only owner of threads.
+
+Spills and restores have threads of their own, so that a task never waits for its input behind a
+queue of writes. distributed's ``offload`` pool is not used: it has one thread and comms depend on
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger("gpuspill.engine")
+
+
+class Engine:
+    """Background threads of one manager.
+
+    Parameters
+    ----------
+    spill_step
+        Called again and again by each spill thread. Does one unit of work and returns None, or
+        finds nothing to do and returns the seconds to sleep before asking again (``float("inf")``:
+        until :meth:`wake`). Must not raise.
+    spill_threads, restore_threads
+        How many of each. A thread that wants a value may restore it itself, so restore threads
+        serve prefetch, transfers and coroutines.
+    name
+        Prefix of the thread names, after ``gpuspill-``.
+
+    Notes
+    -----
+    Spill threads start with the first :meth:`wake` and restore threads with the first
+    :meth:`submit`: a store that never spills has no thread. Spill threads are daemons, so that a
+    worker that is told to exit in the middle of a write can.
+    """
+
+    def __init__(
+        self,
+        spill_step: Callable[[], float | None],
+        *,
+        spill_threads: int,
+        restore_threads: int,
+        name: str,
+    ) -> None:
+        self._step = spill_step
+        self._name = name
+        self._spill_threads = spill_threads
+        self._condition = threading.Condition(threading.Lock())
+        self._wakes = 0
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._pool = ThreadPoolExecutor(restore_threads, thread_name_prefix=f"gpuspill-restore-{name}")
+        self._reaper: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reaper_thread: threading.Thread | None = None
+
+    # -- spilling ----------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There may be something to spill. Cheap, never blocks for longer than it takes to start a thread once."""
+        with self._condition:
+            if self._closed:
+                return
+            self._wakes += 1
+            if len(self._threads) < self._spill_threads:
+                for i in range(self._spill_threads):
+                    thread = threading.Thread(
+                        target=self._spill_loop,
+                        name=f"gpuspill-spill-{self._name}-{i}",
+                        daemon=True,
+                    )
+                    self._threads.append(thread)
+                    thread.start()
+            self._condition.notify_all()
+
+    def _spill_loop(self) -> None:
+        while True:
+            with self._condition:
+                if self._closed:
+                    return
+                seen = self._wakes
+            pause = self._step()
+            if pause is None:
+                continue
+            with self._condition:
+                # A wake that came while the step ran must not be lost.
+                if not self._closed and self._wakes == seen:
+                    self._condition.wait(None if pause == float("inf") else pause)
+
+    # -- everything else ---------------------------------------------------------------------------
+
+    def submit(self, work: Callable[[], None]) -> bool:
+        """Run `work` on a restore thread. Returns False if the engine is closed; never raises."""
+        try:
+            self._pool.submit(self._guarded, work)
+        except RuntimeError:
+            return False
+        return True
+
+    @staticmethod
+    def _guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            logger.exception("background work failed")
+
+    def reap(self, work: Callable[[], None]) -> None:
+        """Run `work`, which lets values go and deletes records, on a thread of its own.
+
+        Unmapping a large array or unlinking a large file takes milliseconds that the event loop
+        does not have, and a task should not pay for them either.
+        """
+        self._reaper.put(work)
+        if self._reaper_thread is None:
+            with self._condition:
+                if self._reaper_thread is None and not self._closed:
+                    self._reaper_thread = threading.Thread(
+                        target=self._reap_loop, name=f"gpuspill-reaper-{self._name}", daemon=True
+                    )
+                    self._reaper_thread.start()
+
+    def _reap_loop(self) -> None:
+        while True:
+            work = self._reaper.get()
+            if work is None:
+                return
+            self._guarded(work)
+            del work  # or its values would live until the next one comes
+
+    def close(self) -> None:
+        """Stop all threads and wait for what they are doing. Idempotent; must not be called from one of them or with a lock held."""
+        with self._condition:
+            if self._closed:
+                return
+            self._closed = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._reaper_thread is not None:
+            self._reaper.put(None)
+            self._reaper_thread.join()

@@ -1,0 +1,75 @@
+"""A proxy: a handle that stands for a value which may be anywhere.
+
+It has its own type and none of the value's methods. Impersonating the value is what made the
+predecessor fail at compiled type checks, hashing, truth values and dispatch registries; a handle
+cannot be mistaken for the value, and nobody but gpuspill ever sees one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuspill.manager import ProxifyManager
+
+__all__ = ["Proxy"]
+
+
+def _identity(value: object) -> object:
+    """Rebuild a pickled proxy: as its value."""
+    return value
+
+
+class Proxy:
+    """Stands for the value of one key at the time the proxy was made.
+
+    Parameters
+    ----------
+    manager
+        The manager that owns the value.
+    key
+        The key through which it was asked for; named in errors.
+    pid
+        Number of the proxy in the manager.
+
+    Notes
+    -----
+    Holding one does not keep the value; a pin does. Thread-safe.
+    """
+
+    __slots__ = ("_manager", "key", "pid")
+
+    def __init__(self, manager: ProxifyManager, key: Hashable, pid: int) -> None:
+        self._manager = manager
+        self.key = key
+        self.pid = pid
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the value takes in memory (an estimate until it was serialised once)."""
+        return self._manager.nbytes_of(self)
+
+    def resolve(self) -> Any:
+        """Return the value.
+
+        Blocks while it is read from disk, in the calling thread unless another thread does it
+        already.
+
+        Raises
+        ------
+        KeyError
+            The key was deleted and nothing pinned its value.
+        DataLostError
+            The only copy was on disk and cannot be read back intact.
+        """
+        return self._manager.resolve(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A proxy that leaves the process leaves as its value: the manager never travels, and the
+        # other side may not know gpuspill. Large buffers of the value stay out of band if the
+        # pickler allows it.
+        return _identity, (self.resolve(),)
+
+    def __repr__(self) -> str:
+        return f"<Proxy of {self.key!r}>"
