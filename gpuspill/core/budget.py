@@ -88,9 +88,10 @@ class Budget:
         transfer: transfers wait in line, and making room for the whole line would spill far more
         than is needed next.
         """
-        tasks = sum(r.nbytes for r in self.waiting[Kind.TASK])
-        transfers = self.waiting[Kind.TRANSFER]
-        return tasks + (transfers[0].nbytes if transfers else 0)
+        if not self.tasks and not self.transfers:
+            return 0
+        nbytes = sum(reservation.nbytes for reservation in self.tasks)
+        return nbytes + (self.transfers[0].nbytes if self.transfers else 0)
 
     def fits(self, nbytes: int) -> bool:
         """Whether `nbytes` more stay within the limit now."""
@@ -106,22 +107,25 @@ class Budget:
         """Whether copies that already have a copy below have to go, for the limit or for those who wait."""
         return self.limit is not None and self.committed + self.demand > self.limit
 
+    def line(self, kind: Kind) -> deque[Reservation]:
+        """Those of one kind who wait, first come first."""
+        return self.tasks if kind is Kind.TASK else self.transfers
+
     def queue(self, reservation: Reservation) -> None:
         """Put `reservation` in line."""
-        self.waiting[reservation.kind].append(reservation)
+        self.line(reservation.kind).append(reservation)
 
     def first(self) -> Reservation | None:
-        """Return whoever is next in line: tasks before transfers, first come first served within a kind."""
-        for kind in Kind:
-            if self.waiting[kind]:
-                return self.waiting[kind][0]
-        return None
+        """Return whoever is next: tasks before transfers, first come first served within a kind."""
+        if self.tasks:
+            return self.tasks[0]
+        return self.transfers[0] if self.transfers else None
 
     def grant(self, reservation: Reservation, *, overrun: bool = False) -> None:
         """Promise the bytes. Takes the reservation out of line if it waited."""
         if reservation.granted or reservation.released:
             raise InvalidTransition("reservation granted twice or after its release")
-        line = self.waiting[reservation.kind]
+        line = self.line(reservation.kind)
         if reservation in line:
             line.remove(reservation)
         reservation.granted = True
@@ -143,15 +147,15 @@ class Budget:
         if reservation.granted:
             self.reserved -= reservation.nbytes
         else:
-            line = self.waiting[reservation.kind]
+            line = self.line(reservation.kind)
             if reservation in line:
                 line.remove(reservation)
         reservation.nbytes = 0
 
     def waiters(self) -> Iterator[Reservation]:
         """All who wait, in the order in which they are served."""
-        for kind in Kind:
-            yield from self.waiting[kind]
+        yield from self.tasks
+        yield from self.transfers
 
     def validate(self) -> None:
         """Raise AssertionError if the counters contradict each other."""

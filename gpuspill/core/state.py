@@ -447,7 +447,7 @@ class SpillState:
         overrun, so admission alone never stops a worker.
         """
         reservation = Reservation(kind, max(0, nbytes))
-        if self.memory.first() is None or (kind is Kind.TASK and not self.memory.waiting[Kind.TASK]):
+        if self.memory.first() is None or (kind is Kind.TASK and not self.memory.tasks):
             if not self.memory.fits(nbytes):
                 self._balance(nbytes)
             if self.memory.fits(nbytes):
