@@ -73,7 +73,8 @@ class Budget:
     reserved: int = 0
     offset: int = 0
     leaving: int = 0
-    waiting: dict[Kind, deque[Reservation]] = field(default_factory=lambda: {kind: deque() for kind in Kind})
+    tasks: deque[Reservation] = field(default_factory=deque)
+    transfers: deque[Reservation] = field(default_factory=deque)
 
     @property
     def committed(self) -> int:
