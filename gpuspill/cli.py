@@ -29,9 +29,7 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 
     name = "size"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
         """Turn text into bytes; fails with one line that says what is accepted."""
         from dask.utils import parse_bytes
 
@@ -134,6 +132,51 @@ def persist_sum(
         delay=delay,
     )
     _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+
+
+@bench.command()
+@_arms_option("stock,gpuspill")
+@_repeat_option(5)
+@click.option("--tasks", type=int, default=20_000, show_default=True, help="How many tasks.")
+@click.option(
+    "--mode",
+    type=click.Choice(["processes", "inprocess", "both"]),
+    default="processes",
+    show_default=True,
+    help="Whether the worker is a process of its own.",
+)
+@click.option("--nthreads", type=click.IntRange(min=1), default=2, show_default=True)
+@JSON_OPTION
+def tiny(arms: str, repeat: int, tasks: int, mode: str, nthreads: int, json_path: Path | None) -> None:
+    """Run trivial tasks that need no spilling: what a task costs."""
+    from gpuspill.bench.tiny import Tiny, benchmark
+
+    job = Tiny(tasks=tasks, mode=mode, threads=nthreads)
+    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+
+
+@bench.command()
+@_arms_option("stock,gpuspill")
+@_repeat_option(3)
+@click.option(
+    "--sizes",
+    default="1000,2000,5000,10000,20000,50000,100000",
+    show_default=True,
+    help="Numbers of keys, ascending.",
+)
+@click.option("--value", type=SIZE, default="1kB", show_default=True, help="Size of a value.")
+@JSON_OPTION
+def keys(arms: str, repeat: int, sizes: str, value: int, json_path: Path | None) -> None:
+    """Time the operations of a store that holds more and more small keys."""
+    from gpuspill.bench.keys import Keys, benchmark
+
+    try:
+        numbers = sorted(int(size) for size in sizes.split(","))
+    except ValueError:
+        raise click.BadParameter(
+            f"{sizes!r} is no list of numbers; write it like 1000,10000", param_hint="--sizes"
+        ) from None
+    _finish(benchmark(Keys(numbers, value), arms, repeat, progress=_progress), json_path)
 
 
 def _progress(line: str) -> None:

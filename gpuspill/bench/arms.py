@@ -125,9 +125,7 @@ def parse_arms(names: str | Sequence[str]) -> list[Arm]:
         if name not in ARMS:
             raise ConfigError(f"arms: {name!r} is unknown; choose among {', '.join(ARMS)}")
         if listed.count(name) > 1:
-            raise ConfigError(
-                f"arms: {name!r} is named twice; use --repeat to run an arm more than once"
-            )
+            raise ConfigError(f"arms: {name!r} is named twice; use --repeat to run an arm more than once")
     return [ARMS[name] for name in listed]
 
 

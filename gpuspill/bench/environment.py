@@ -36,9 +36,7 @@ def environment() -> dict[str, object]:
         benchmark began.
     """
     return {
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processor": _processor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
@@ -66,6 +64,4 @@ def _processor() -> str | None:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or None
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None
-    )
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)

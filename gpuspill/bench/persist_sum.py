@@ -143,7 +143,7 @@ class PersistSum:
         # configuration.
         with (
             dask.config.set({"distributed.scheduler.active-memory-manager.start": False}),
-            open_cluster(arm, shape, watch=Watch(self.delay), silence=logging.ERROR) as client,
+            open_cluster(arm, shape, watch=Watch(self.delay), silence=logging.CRITICAL) as client,
         ):
             client.submit(_warm_up, pure=False).result(timeout=self.timeout)
             before = restart(client)
@@ -183,9 +183,7 @@ class PersistSum:
             "read_ratio": figure.store.read_bytes / self.nbytes,
             "loop_operations": figure.store.loop_operations,
             "process_file_bytes": None if traffic is None else traffic.read + traffic.written,
-            "loop_file_bytes": None
-            if loop_traffic is None
-            else loop_traffic.read + loop_traffic.written,
+            "loop_file_bytes": None if loop_traffic is None else loop_traffic.read + loop_traffic.written,
             "peak_memory": max(figure.memory.peak, figure.memory.high_water),
             "mean_memory": figure.memory.mean,
             "pauses": figure.pauses,
@@ -202,9 +200,7 @@ def _zero_every_second(block: npt.NDArray[np.float64]) -> npt.NDArray[np.float64
 def _warm_up() -> float:
     # Imports and first calls hold the interpreter's lock for a while; that is no stall of any
     # store's making.
-    return float(
-        da.random.default_rng(0).random(8, chunks=4).sum().compute(scheduler="synchronous")
-    )
+    return float(da.random.default_rng(0).random(8, chunks=4).sum().compute(scheduler="synchronous"))
 
 
 def benchmark(
@@ -240,10 +236,8 @@ def benchmark(
         if sample.error:
             progress(f"  run {sample.repeat + 1} {sample.arm}: failed, {sample.error}")
         else:
-            wall, stall = sample.metrics["wall"], sample.metrics["stall_longest"]
-            progress(
-                f"  run {sample.repeat + 1} {sample.arm}: {wall:.2f} s, longest stall {stall:.3f} s"
-            )
+            wall, stall = sample.figure("wall"), sample.figure("stall_longest")
+            progress(f"  run {sample.repeat + 1} {sample.arm}: {wall:.2f} s, longest stall {stall:.3f} s")
 
     samples = interleave(chosen, repeat, lambda arm, _: job.run(arm, expected), tell)
     parameters = dict(job.parameters()) | {"repeat": repeat}

@@ -228,9 +228,7 @@ class MemoryProbe:
         """Begin sampling; does nothing if already running."""
         if self._thread is None:
             self._stop.clear()
-            self._thread = threading.Thread(
-                target=self._run, name="gpuspill-bench-memory", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, name="gpuspill-bench-memory", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ from gpuspill.bench.arms import BASELINE
 from gpuspill.bench.runner import Sample, Spread, paired_ratio, spread
 from gpuspill.errors import ConfigError
 
-__all__ = ["Result", "Row", "format_value", "load", "render", "save"]
+__all__ = ["Result", "Row", "format_value", "load", "render", "save", "sparkline"]
 
 FORMAT = 1
 """Version of the JSON document; counted up when a field changes its meaning."""
@@ -97,6 +97,15 @@ def format_value(value: float, unit: str) -> str:
     return _FORMATS[unit](value)
 
 
+def sparkline(values: Sequence[float]) -> str:
+    """Draw figures as a line of blocks, from 0 to the largest: a flat curve looks flat."""
+    blocks = "▁▂▃▄▅▆▇█"
+    top = max(values, default=0.0)
+    if top <= 0:
+        return blocks[0] * len(values)
+    return "".join(blocks[round(max(0.0, value) / top * (len(blocks) - 1))] for value in values)
+
+
 def _cell(found: Spread | None, unit: str) -> str:
     if found is None:
         return "-"
@@ -135,9 +144,7 @@ def render(result: Result, console: Console) -> None:
         if all(cell == "-" for cell in cells):
             continue
         ratios = [
-            _ratio_cell(paired_ratio(result.samples, arm, BASELINE, row.metric))
-            if row.compare
-            else ""
+            _ratio_cell(paired_ratio(result.samples, arm, BASELINE, row.metric)) if row.compare else ""
             for arm in compared
         ]
         table.add_row(escape(row.label), *cells, *ratios)
@@ -147,9 +154,7 @@ def render(result: Result, console: Console) -> None:
     for sample in result.samples:
         if not sample.correct:
             why = sample.error or "the result is wrong"
-            console.print(
-                f"{sample.arm}, run {sample.repeat + 1}: {why}", style="bold red", markup=False
-            )
+            console.print(f"{sample.arm}, run {sample.repeat + 1}: {why}", style="bold red", markup=False)
 
 
 def save(result: Result, path: Path) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuspill.bench.arms import Arm
 
-__all__ = ["Metrics", "Sample", "Spread", "interleave", "paired_ratio", "spread"]
+__all__ = [
+    "Metrics",
+    "Sample",
+    "Spread",
+    "interleave",
+    "paired_difference",
+    "paired_ratio",
+    "spread",
+]
 
 Metrics = Mapping[str, float | int | bool | None]
 """What one run measured. ``None``: could not be measured here."""
@@ -39,6 +48,11 @@ class Sample:
     def correct(self) -> bool:
         """Whether the run ended and its result was right."""
         return not self.error and bool(self.metrics.get("correct", True))
+
+    def figure(self, metric: str) -> float:
+        """Return one metric as a number; ``nan`` if it was not measured."""
+        value = self.metrics.get(metric)
+        return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +104,24 @@ def interleave(
 
 
 def _values(samples: Sequence[Sample], arm: str, metric: str) -> dict[int, float]:
-    found = {
-        sample.repeat: sample.metrics.get(metric)
-        for sample in samples
-        if sample.arm == arm and not sample.error
-    }
+    found = {sample.repeat: sample.metrics.get(metric) for sample in samples if sample.arm == arm and not sample.error}
     return {number: float(value) for number, value in found.items() if value is not None}
 
 
 def spread(samples: Sequence[Sample], arm: str, metric: str) -> Spread | None:
     """Reduce one metric of one arm; ``None`` if no run measured it."""
-    values = list(_values(samples, arm, metric).values())
-    if not values:
-        return None
-    return Spread(statistics.median(values), min(values), max(values), len(values))
+    return _reduce(list(_values(samples, arm, metric).values()))
+
+
+def paired_difference(samples: Sequence[Sample], arm: str, baseline: str, metric: str) -> Spread | None:
+    """Subtract the baseline's figures of the same round from an arm's, then reduce.
+
+    Returns
+    -------
+    Spread or None
+        ``None`` if no round has both figures.
+    """
+    return _paired(samples, arm, baseline, metric, lambda above, below: above - below)
 
 
 def paired_ratio(samples: Sequence[Sample], arm: str, baseline: str, metric: str) -> Spread | None:
@@ -117,9 +135,23 @@ def paired_ratio(samples: Sequence[Sample], arm: str, baseline: str, metric: str
     Spread or None
         ``None`` if no round has both figures with a baseline other than 0.
     """
+    return _paired(samples, arm, baseline, metric, lambda above, below: above / below if below else None)
+
+
+def _paired(
+    samples: Sequence[Sample],
+    arm: str,
+    baseline: str,
+    metric: str,
+    combine: Callable[[float, float], float | None],
+) -> Spread | None:
     below = _values(samples, baseline, metric)
     above = _values(samples, arm, metric)
-    ratios = [above[number] / below[number] for number in above if below.get(number)]
-    if not ratios:
+    combined = [combine(above[number], below[number]) for number in above if number in below]
+    return _reduce([value for value in combined if value is not None])
+
+
+def _reduce(values: Sequence[float]) -> Spread | None:
+    if not values:
         return None
-    return Spread(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+    return Spread(statistics.median(values), min(values), max(values), len(values))
