@@ -22,8 +22,8 @@ class Admission:
 
     Attributes
     ----------
-    label
-        Key of the expected output, or None.
+    outputs
+        Promised bytes by the key under which they will be stored; storing a key settles its part.
     reservation
         The core's promise.
     pids
@@ -47,8 +47,8 @@ class Admission:
         "_manager",
         "_released",
         "asked_at",
-        "label",
         "output_nbytes",
+        "outputs",
         "pids",
         "reservation",
     )
@@ -56,14 +56,14 @@ class Admission:
     def __init__(
         self,
         manager: ProxifyManager,
-        label: Hashable | None,
         reservation: Reservation,
         pids: Mapping[Hashable, int],
+        outputs: dict[Hashable, int],
         output_nbytes: int,
         asked_at: float,
     ) -> None:
         self._manager = manager
-        self.label = label
+        self.outputs = outputs
         self.reservation = reservation
         self.pids = pids
         self.output_nbytes = output_nbytes

@@ -19,8 +19,9 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
+from contextvars import copy_context
 from functools import partial
 from sys import getrefcount
 from typing import Any, Literal, Protocol
@@ -197,6 +198,10 @@ class ProxifyManager:
             nbytes = self._sizeof(value)
         with self._lock:
             state = self._state
+            admission = self._labels.pop(key, None)
+            if admission is not None:
+                # The output is about to be charged; its promise must not be charged as well.
+                state.settle(admission.reservation, admission.outputs.pop(key))
             pid = self._by_id.get(id(value))
             if pid is not None:
                 state.alias(key, pid)
@@ -204,12 +209,27 @@ class ProxifyManager:
                 pid = state.insert(key, self._sizes.estimate(type(value), nbytes))
                 self._slots[pid] = _Slot(key, value, nbytes)
                 self._by_id[id(value)] = pid
-            admission = self._labels.pop(key, None)
-            if admission is not None:
-                # The output has arrived and is charged; its promise must not be charged as well.
-                state.release(admission.reservation)
             work = self._after()
         del value
+        self._perform(work)
+
+    def adopt(self, key: Hashable, nbytes: int, receipt: Receipt) -> None:
+        """Put a value that is on disk already under `key`, replacing what the key held.
+
+        Parameters
+        ----------
+        key
+            Any hashable.
+        nbytes
+            Bytes that the value will take in memory.
+        receipt
+            Of its record, which the store can read and now belongs to this manager.
+        """
+        with self._lock:
+            pid = self._state.insert_below(key, nbytes, receipt.nbytes)
+            slot = self._slots[pid] = _Slot(key, None, nbytes)
+            slot.kind, slot.receipt = object, receipt
+            work = self._after()
         self._perform(work)
 
     def discard(self, key: Hashable) -> None:
@@ -332,14 +352,19 @@ class ProxifyManager:
             if all(entry.residency.resident for entry in found.values()):
                 result.set_result({key: self._hit(entry) for key, entry in found.items()})
                 return result
-        admission = self.admit(None, found, kind=Kind.TRANSFER)
+            admission = self._promise(found, {}, 0, Kind.TRANSFER)
+            work = self._after()
+        self._perform(work)
         result.add_done_callback(lambda _: admission.release())
         admission.add_done_callback(lambda: self._gather(admission, result))
         return result
 
     def _gather(self, admission: Admission, result: Future[dict[Hashable, Any]]) -> None:
-        """Start the restores of an admitted `get_many`; the last one to end delivers."""
+        """Start the restores of what was admitted; the last one to end delivers."""
         if result.cancelled():
+            return
+        if not admission.pids:
+            result.set_result({})
             return
         pending: list[tuple[Hashable, Future[Any]]] = [
             (key, self._start(key, pid, admission)) for key, pid in admission.pids.items()
@@ -359,6 +384,7 @@ class ProxifyManager:
                 except Exception as error:
                     result.set_exception(error)
                 else:
+                    self._settle_inputs(admission)
                     result.set_result(values)
             except InvalidStateError:
                 pass  # cancelled
@@ -397,30 +423,63 @@ class ProxifyManager:
         KeyError
             An input is unknown. Nothing stays pinned.
         """
+        outputs = {} if label is None or not output_nbytes else {label: output_nbytes}
         with self._lock:
-            state = self._state
-            known = state.ledger.keys
+            known = self._state.ledger.keys
             entries = {key: known[key] for key in inputs}
-            missing = 0
-            pids: dict[Hashable, int] = {}
-            for key, entry in entries.items():
-                state.pin(entry.pid)
-                pids[key] = entry.pid
-                if entry.residency.state is State.SPILLED:
-                    missing += entry.nbytes
-            reservation = state.reserve(missing + output_nbytes, kind)
-            admission = Admission(self, label, reservation, pids, output_nbytes, self._clock())
-            if not reservation.granted:
-                self._admissions[reservation] = admission
-            if label is not None and output_nbytes:
-                self._labels[label] = admission
+            admission = self._promise(entries, outputs, output_nbytes, kind)
             work = self._after()
         self._perform(work)
         return admission
 
-    def reserve(self, nbytes: int, kind: Kind = Kind.TRANSFER) -> Admission:
-        """Ask for room for bytes that come from elsewhere, such as a transfer."""
-        return self.admit(None, (), nbytes, kind=kind)
+    def reserve(
+        self,
+        nbytes: int,
+        kind: Kind = Kind.TRANSFER,
+        *,
+        outputs: Mapping[Hashable, int] | None = None,
+    ) -> Admission:
+        """Ask for room for bytes that come from elsewhere, such as a transfer.
+
+        Parameters
+        ----------
+        nbytes
+            How many.
+        kind
+            Tasks are served before transfers.
+        outputs
+            The keys under which they will be stored and the part of each, if known; storing a key
+            settles its part.
+        """
+        with self._lock:
+            admission = self._promise({}, dict(outputs or {}), nbytes, kind)
+            work = self._after()
+        self._perform(work)
+        return admission
+
+    def _promise(
+        self,
+        entries: Mapping[Hashable, Entry],
+        outputs: dict[Hashable, int],
+        output_nbytes: int,
+        kind: Kind,
+    ) -> Admission:
+        """Under the lock: pin the inputs and queue for room."""
+        state = self._state
+        missing = 0
+        pids: dict[Hashable, int] = {}
+        for key, entry in entries.items():
+            state.pin(entry.pid)
+            pids[key] = entry.pid
+            if entry.residency.state is State.SPILLED:
+                missing += entry.nbytes
+        reservation = state.reserve(missing + output_nbytes, kind)
+        admission = Admission(self, reservation, pids, outputs, output_nbytes, self._clock())
+        if not reservation.granted:
+            self._admissions[reservation] = admission
+        for key in outputs:
+            self._labels[key] = admission
+        return admission
 
     def materialize(self, admission: Admission) -> dict[Hashable, Any]:
         """Return the values of the inputs of a granted admission, reading what is on disk.
@@ -450,6 +509,16 @@ class ProxifyManager:
                 self._observe_hit(self._entry(key, admission.pids[key]).nbytes)
         return values
 
+    def materialize_later(self, admission: Admission) -> Future[dict[Hashable, Any]]:
+        """Return a future of what :meth:`materialize` returns, read on the restore threads.
+
+        Waits for the admission to be granted. Cancel the future before the admission is released,
+        or reads may begin that nobody needs.
+        """
+        result: Future[dict[Hashable, Any]] = Future()
+        admission.add_done_callback(lambda: self._gather(admission, result))
+        return result
+
     def _settle_inputs(self, admission: Admission) -> None:
         with self._lock:
             self._state.shrink(admission.reservation, admission.output_nbytes)
@@ -461,8 +530,9 @@ class ProxifyManager:
         with self._lock:
             state = self._state
             self._admissions.pop(admission.reservation, None)
-            if admission.label is not None and self._labels.get(admission.label) is admission:
-                del self._labels[admission.label]
+            for key in admission.outputs:
+                if self._labels.get(key) is admission:
+                    del self._labels[key]
             state.release(admission.reservation)
             for pid in admission.pids.values():
                 state.unpin(pid)
@@ -723,7 +793,8 @@ class ProxifyManager:
         return ours
 
     def _submit(self, key: Hashable, pid: int) -> None:
-        if not self._engine.submit(partial(self._restore, pid)):
+        # In a copy of the caller's context, by which the observer tells on whose behalf it is read.
+        if not self._engine.submit(partial(copy_context().run, self._restore, pid)):
             self._fail_restore(pid, ManagerClosed(f"the store was closed before {key!r} was read"))
 
     def _restore(self, pid: int) -> None:

@@ -102,6 +102,15 @@ class Residency:
             return State.RESIDENT if self._copies == _BIT[self.origin] else State.CLEAN
         return State.RESTORING if self.moving else State.SPILLED
 
+    def settle_below(self, tier: Tier) -> None:
+        """The value was never here in memory: its only copy is in `tier`.
+
+        Allowed before anything else happened.
+        """
+        if self._copies != _BIT[self.origin] or self.moving or self.pins or tier <= self.origin:
+            raise InvalidTransition(f"cannot enter in {tier!r} with {self.copies}")
+        self._copies = _BIT[tier]
+
     def begin(self, source: Tier, target: Tier) -> None:
         """Start a move: `target` will hold a copy of what `source` holds."""
         if self.moving:

@@ -147,6 +147,19 @@ class SpillState:
         self._balance()
         return entry.pid
 
+    def insert_below(self, key: Hashable, nbytes: int, disk_nbytes: int) -> int:
+        """A value that is on disk already enters under `key`. Returns its proxy."""
+        entry = self.ledger.create(nbytes)
+        entry.residency.settle_below(Tier.DISK)
+        entry.disk_nbytes = disk_nbytes
+        self.disk.used += disk_nbytes
+        self._count_spilled(entry, 1)
+        before = self.ledger.bind(key, entry)
+        if before is not None:
+            self._release_if_unused(before)
+            self._balance()
+        return entry.pid
+
     def alias(self, key: Hashable, pid: int) -> None:
         """`key` holds the value of an existing proxy too."""
         entry = self.ledger.entries[pid]
@@ -465,6 +478,13 @@ class SpillState:
         """Give back what is left of a reservation, or stop waiting for it. Idempotent."""
         self.memory.release(reservation)
         self._grant_waiting()
+
+    def settle(self, reservation: Reservation, nbytes: int) -> None:
+        """`nbytes` of a granted reservation are about to be charged by the event that follows.
+
+        Grants nothing to others; the following event does.
+        """
+        self.memory.settle(reservation, nbytes)
 
     def shrink(self, reservation: Reservation, nbytes: int) -> None:
         """Keep at most `nbytes` of a granted reservation: the rest turned out not to be needed."""
