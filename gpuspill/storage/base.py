@@ -1,0 +1,249 @@
+"""What every store of records promises.
+
+A store keeps *records*: one header and any number of frames (flat byte buffers), written once, read any number of
+times, deleted once. It knows nothing of keys, values or tiers. Whoever writes a record gets a :class:`Receipt` and
+needs nothing else to read it back; the receipt also carries what the store needs to notice that the bytes it finds
+are not the ones it wrote.
+
+All methods block on I/O and may be called from any number of threads at once. None may be called from a finalizer or
+a weak-reference callback: these can run while the same thread is inside the store.
+"""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeAlias
+
+__all__ = ["Allocate", "Buffer", "Metrics", "Receipt", "Store", "StoreStatistics", "fresh_buffer"]
+
+#: Anything with the buffer protocol whose memory is contiguous (in C or Fortran order).
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+#: ``allocate(nbytes)``: writable, one-dimensional bytes (format ``B``), exactly ``nbytes`` long.
+Allocate: TypeAlias = Callable[[int], memoryview]
+
+#: ``metrics(label, value, unit)`` with unit ``"seconds"``, ``"bytes"`` or ``"count"``.
+Metrics: TypeAlias = Callable[[str, float, str], object]
+
+#: From here on a fresh buffer is mapped: page aligned and not filled with zeros twice.
+_MAP_FROM_NBYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The handle of one record.
+
+    Parameters
+    ----------
+    number
+        Counts the records of its store; never used twice.
+    nbytes
+        Bytes on disk, header, table and padding included.
+    payload_nbytes
+        Sum of the frames' bytes as they were handed in, before any compression.
+    stored_nbytes
+        Bytes on disk taken by the frames: compressed where that paid, padding between them included.
+    checksum
+        xxh3 of everything in the record. Kept here too, so that a file which is intact but not the one that was
+        written is noticed.
+    """
+
+    number: int
+    nbytes: int
+    payload_nbytes: int
+    stored_nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """A snapshot of a store: what it holds now, and what it did since it was made.
+
+    Parameters
+    ----------
+    records, nbytes, payload_nbytes
+        Held now: the number of records, bytes on disk (with those of records that are just being removed, or could
+        not be), and the bytes of the records' frames before compression.
+    reserved_nbytes
+        Bytes promised to writes in progress.
+    quota
+        Most bytes that may be on disk, reservations included; None without a limit.
+    writes, reads, deletes
+        Operations that succeeded.
+    bytes_written, bytes_read
+        Bytes that went to and came from disk in them.
+    payload_written, payload_read
+        The same before compression and after decompression.
+    write_seconds, read_seconds
+        Time in file operations, summed over threads.
+    checksum_seconds, compress_seconds, decompress_seconds
+        Time in computing and verifying checksums and in codecs (the sampling that decides included).
+    compressed_frames
+        Frames that were stored compressed.
+    write_failures, read_failures, delete_failures
+        Operations that failed, for whatever reason.
+    lost, corrupt
+        Reads that failed because the record was gone or shorter than written, or not what was written.
+    """
+
+    records: int = 0
+    nbytes: int = 0
+    payload_nbytes: int = 0
+    reserved_nbytes: int = 0
+    quota: int | None = None
+    writes: int = 0
+    reads: int = 0
+    deletes: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    payload_written: int = 0
+    payload_read: int = 0
+    write_seconds: float = 0.0
+    read_seconds: float = 0.0
+    checksum_seconds: float = 0.0
+    compress_seconds: float = 0.0
+    decompress_seconds: float = 0.0
+    compressed_frames: int = 0
+    write_failures: int = 0
+    read_failures: int = 0
+    delete_failures: int = 0
+    lost: int = 0
+    corrupt: int = 0
+
+
+class Store(ABC):
+    """Records at rest. See the module for what holds for every method.
+
+    A store is a context manager that closes itself.
+    """
+
+    @abstractmethod
+    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+        """Store a record, completely or not at all.
+
+        Parameters
+        ----------
+        header
+            Opaque bytes, returned as they are.
+        frames
+            Opaque buffers. They are not copied and must not change until this returns. They keep their order and
+            number; empty ones are kept too. They come back flat.
+
+        Returns
+        -------
+        Receipt
+            Once the record is complete and can be read.
+
+        Raises
+        ------
+        StorageFull
+            The device has no room.
+        QuotaExceeded
+            The record does not fit in the quota. Nothing was written.
+        StorageError
+            Anything else went wrong on the way to the disk, or the store is closed.
+        Unspillable
+            A frame is not contiguous.
+
+        Notes
+        -----
+        Whatever is raised, nothing of the record is left and no space stays reserved.
+        """
+
+    @abstractmethod
+    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+        """Return the header and the frames of a record, verified.
+
+        Parameters
+        ----------
+        receipt
+            What :meth:`write` returned.
+        allocate
+            Where to take memory from. By default fresh memory that is freed with the last frame. It is called
+            without any lock held.
+
+        Returns
+        -------
+        header, frames
+            Each frame is one-dimensional, writable, and starts at a multiple of 64 bytes from the start of a buffer
+            from `allocate`. Frames stored as they were share one buffer, so a single one kept alive keeps all.
+
+        Raises
+        ------
+        RecordLost
+            The record is gone (deleted, the store closed, its file removed) or shorter than written.
+        RecordCorrupt
+            The bytes are not the ones written.
+        StorageError
+            Reading failed for a reason that may pass.
+
+        Notes
+        -----
+        A read that overlaps :meth:`delete` or :meth:`close` returns the whole record or raises
+        :exc:`~gpuspill.errors.RecordLost`.
+        """
+
+    @abstractmethod
+    def delete(self, receipt: Receipt) -> None:
+        """Forget a record and give its space back. Idempotent; never raises; never reads the record."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove every record and everything else the store put on disk. Idempotent; never raises.
+
+        It does not wait for operations in progress elsewhere. Writes among them fail and leave nothing, reads return
+        the whole record or raise :exc:`~gpuspill.errors.RecordLost`.
+        """
+
+    @abstractmethod
+    def statistics(self) -> StoreStatistics:
+        """Return a consistent snapshot. No I/O."""
+
+    def validate(self) -> None:
+        """Check what the store knows of itself against each other. For tests; raises AssertionError."""
+        stats = self.statistics()
+        assert stats.records >= 0, stats
+        assert stats.nbytes >= 0, stats
+        assert stats.reserved_nbytes >= 0, stats
+        assert stats.quota is None or stats.nbytes + stats.reserved_nbytes <= stats.quota, stats
+        assert stats.records or not stats.payload_nbytes, stats
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def fresh_buffer(nbytes: int) -> memoryview:
+    """Return memory of its own for `nbytes` bytes, aligned to at least 64 where that matters.
+
+    Parameters
+    ----------
+    nbytes
+        Size in bytes; may be 0.
+
+    Returns
+    -------
+    memoryview
+        Writable, format ``B``. Large ones are mapped (page aligned, freed at once with the last view); small ones
+        are a bytearray, aligned to what the allocator gives.
+    """
+    if nbytes < _MAP_FROM_NBYTES:
+        return memoryview(bytearray(nbytes))
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Advice: a kernel without huge pages says no, and nothing is lost.
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)

@@ -1,0 +1,368 @@
+"""Compression, where it pays.
+
+On a fast disk compressing before writing makes spilling slower, not faster (lz4 does 0.5 GB/s where a disk does 2.5);
+on a slow one it is the other way round, for data that shrinks. So the choice is made for each frame, from a sample of
+it and from how fast the store really reads and writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from gpuspill.errors import ConfigError
+from gpuspill.storage.base import Buffer
+
+__all__ = [
+    "PLAIN",
+    "Choice",
+    "Codec",
+    "CodecChooser",
+    "CodecLike",
+    "Sample",
+    "Throughput",
+    "best_choice",
+    "take_sample",
+]
+
+#: Which codecs "auto" considers, where they are registered. Names as in distributed.
+AUTO_CODECS = ("lz4", "snappy", "zstd", "zlib")
+
+#: Largest input lz4 takes (LZ4_MAX_INPUT_SIZE). Others take more, but nobody compresses such frames fast.
+_MAX_NBYTES = 0x7E000000
+
+
+class CodecLike(Protocol):
+    """What a registry has to hold: for instance `distributed.protocol.compression.compressions`."""
+
+    @property
+    def compress(self) -> Callable[[Any], Any]:
+        """Function of a buffer that returns a buffer."""
+
+    @property
+    def decompress(self) -> Callable[[Any], Any]:
+        """Function of what `compress` returned that returns the original bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A named pair of functions on buffers."""
+
+    name: str
+    compress: Callable[[Any], Buffer]
+    decompress: Callable[[Any], Buffer]
+
+
+class Sample(NamedTuple):
+    """What a codec did to a sample of a frame."""
+
+    codec: Codec
+    #: Compressed size through size.
+    ratio: float
+    #: Uncompressed bytes per second of CPU time.
+    compress_rate: float
+    decompress_rate: float
+
+
+class Choice(NamedTuple):
+    """How to store a frame."""
+
+    #: None: as it is.
+    codec: Codec | None
+    #: Expected stored bytes per byte.
+    ratio: float
+
+
+#: Store the frame as it is.
+PLAIN = Choice(None, 1.0)
+
+
+class Throughput:
+    """Bytes per second, recent operations counting more.
+
+    Parameters
+    ----------
+    decay
+        What an observation still counts for after the next one.
+
+    Notes
+    -----
+    A quotient of sums, not a mean of quotients: an operation counts for the time it took, so one small slow
+    operation does not outweigh a large one. Not thread-safe.
+    """
+
+    __slots__ = ("_decay", "_nbytes", "_seconds")
+
+    def __init__(self, decay: float = 0.8) -> None:
+        self._decay = decay
+        self._nbytes = 0.0
+        self._seconds = 0.0
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """Take one operation into account."""
+        self._nbytes = self._nbytes * self._decay + nbytes
+        self._seconds = self._seconds * self._decay + seconds
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second; None before the first observation."""
+        return self._nbytes / max(self._seconds, 1e-9) if self._nbytes else None
+
+
+def cost(
+    ratio: float,
+    compress_rate: float,
+    decompress_rate: float,
+    write_rate: float,
+    read_rate: float,
+) -> float:
+    """Return seconds per byte to compress, write, read and decompress. All rates in bytes per second."""
+    return (
+        1 / max(compress_rate, 1.0)
+        + 1 / max(decompress_rate, 1.0)
+        + ratio * (1 / max(write_rate, 1.0) + 1 / max(read_rate, 1.0))
+    )
+
+
+def plain_cost(write_rate: float, read_rate: float) -> float:
+    """Return seconds per byte to write and read. Rates in bytes per second."""
+    return 1 / max(write_rate, 1.0) + 1 / max(read_rate, 1.0)
+
+
+def best_choice(
+    samples: Iterable[Sample],
+    write_rate: float | None,
+    read_rate: float | None,
+    *,
+    scarce: bool = False,
+    max_ratio: float = 0.9,
+    min_gain: float = 0.1,
+) -> Choice:
+    """Decide how to store a frame. A pure function.
+
+    Parameters
+    ----------
+    samples
+        What each codec did to a sample of the frame.
+    write_rate, read_rate
+        Of the store, bytes per second; None if not known yet. One stands in for the other; with neither, the disk is
+        taken to be fast.
+    scarce
+        The quota is nearly used up: save space, whatever it costs in time.
+    max_ratio
+        A frame that does not shrink to less than this share of itself is stored as it is.
+    min_gain
+        Share of the time that compression has to save to be worth a CPU that tasks could use.
+    """
+    shrinking = [sample for sample in samples if sample.ratio < max_ratio]
+    if not shrinking:
+        return PLAIN
+    if scarce:
+        best = min(shrinking, key=lambda sample: sample.ratio)
+        return Choice(best.codec, best.ratio)
+    write_rate = read_rate if write_rate is None else write_rate
+    read_rate = write_rate if read_rate is None else read_rate
+    if write_rate is None or read_rate is None:
+        return PLAIN
+    costs = {
+        sample: cost(sample.ratio, sample.compress_rate, sample.decompress_rate, write_rate, read_rate)
+        for sample in shrinking
+    }
+    best = min(costs, key=costs.__getitem__)
+    if costs[best] > (1 - min_gain) * plain_cost(write_rate, read_rate):
+        return PLAIN
+    return Choice(best.codec, best.ratio)
+
+
+def take_sample(frame: memoryview, nbytes: int, count: int) -> memoryview:
+    """Return `count` blocks of `nbytes` bytes each, spread over a frame, as one buffer.
+
+    A frame that is not larger than that is returned as it is.
+    """
+    if frame.nbytes <= nbytes * count:
+        return frame
+    last = frame.nbytes - nbytes
+    starts = [last * i // max(count - 1, 1) for i in range(count)]
+    return memoryview(b"".join(frame[start : start + nbytes] for start in starts))
+
+
+class CodecChooser:
+    """Chooses a codec for each frame.
+
+    Parameters
+    ----------
+    setting
+        None or False: never compress. A codec's name: that codec wherever a sample shrinks, as distributed does.
+        ``"auto"``: the codec, if any, that makes writing and reading back together fastest, or that saves most space
+        once the quota is nearly used up.
+    registry
+        Codecs by name. Keys that are not names (distributed has None, False and "auto" in its registry) are ignored.
+    min_nbytes
+        Frames smaller than this are stored as they are.
+    sample_nbytes, n_samples
+        Size of each block of a sample, bytes, and how many there are.
+    max_ratio, min_gain
+        See :func:`best_choice`.
+    min_observed_nbytes
+        Reads and writes smaller than this say more about latency than about bandwidth and are not taken into account.
+    clock
+        CPU seconds of the calling thread. Not wall time: a sample takes 0.1 ms, and getting the interpreter lock
+        back after it can take 5 on a busy worker.
+
+    Raises
+    ------
+    ConfigError
+        `setting` is not among the above.
+
+    Notes
+    -----
+    Thread-safe; no lock is held while a codec runs. One chooser serves one store, since it learns that store's speed.
+    """
+
+    #: In "auto", a codec that cannot pay is tried again on every so many frames: data and load change.
+    RETRY_EVERY = 64
+
+    def __init__(
+        self,
+        setting: str | bool | None = None,
+        registry: Mapping[Any, CodecLike] | None = None,
+        *,
+        min_nbytes: int = 10_000,
+        sample_nbytes: int = 10_000,
+        n_samples: int = 5,
+        max_ratio: float = 0.9,
+        min_gain: float = 0.1,
+        min_observed_nbytes: int = 262_144,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.setting = setting or None
+        self._codecs = {
+            name: Codec(name, codec.compress, codec.decompress)
+            for name, codec in (registry or {}).items()
+            if isinstance(name, str) and name != "auto"
+        }
+        if self.setting is None:
+            names: list[str] = []
+        elif self.setting == "auto":
+            names = [name for name in AUTO_CODECS if name in self._codecs]
+        elif isinstance(self.setting, str) and self.setting in self._codecs:
+            names = [self.setting]
+        else:
+            raise ConfigError(
+                f"distributed.worker.memory.spill-compression is {setting!r}; it can be None, "
+                f"'auto', or one of {sorted(self._codecs)} (those whose library is installed)"
+            )
+        self._candidates = [self._codecs[name] for name in names]
+        self._min_nbytes = min_nbytes
+        self._sample_nbytes = sample_nbytes
+        self._n_samples = n_samples
+        self.max_ratio = max_ratio
+        self._min_gain = min_gain
+        self._min_observed_nbytes = min_observed_nbytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._write = Throughput()
+        self._read = Throughput()
+        self._compress = {name: Throughput() for name in names}
+        self._decompress = {name: Throughput() for name in names}
+        self._frames = 0
+
+    def codec(self, name: str) -> Codec:
+        """Return a codec by name, whatever the setting. KeyError if there is none."""
+        return self._codecs[name]
+
+    def choose(self, frame: memoryview, *, scarce: bool = False) -> Choice:
+        """Decide how to store a frame; this runs codecs on a sample of it.
+
+        Parameters
+        ----------
+        frame
+            Flat bytes.
+        scarce
+            The quota is nearly used up.
+        """
+        if not self._candidates or not self._min_nbytes <= frame.nbytes <= _MAX_NBYTES:
+            return PLAIN
+        if self.setting == "auto":
+            codecs, write, read = self._worth_trying(scarce)
+        else:
+            codecs, write, read = self._candidates, None, None
+            # The user has decided that it pays; what is left to see is whether it shrinks.
+            scarce = True
+        if not codecs:
+            return PLAIN
+        data = take_sample(frame, self._sample_nbytes, self._n_samples)
+        samples = [sample for codec in codecs if (sample := self._try(codec, data)) is not None]
+        return best_choice(samples, write, read, scarce=scarce, max_ratio=self.max_ratio, min_gain=self._min_gain)
+
+    def observe_write(self, nbytes: int, seconds: float) -> None:
+        """Learn from a write of the store: bytes on disk, wall seconds."""
+        if nbytes >= self._min_observed_nbytes:
+            with self._lock:
+                self._write.observe(nbytes, seconds)
+
+    def observe_read(self, nbytes: int, seconds: float) -> None:
+        """Learn from a read of the store: bytes on disk, wall seconds."""
+        if nbytes >= self._min_observed_nbytes:
+            with self._lock:
+                self._read.observe(nbytes, seconds)
+
+    def rates(self) -> dict[str, float | None]:
+        """Return what was learnt, in bytes per second; None where nothing is known yet.
+
+        Keys are ``write``, ``read``, and, for each codec considered, ``compress-<name>`` and
+        ``decompress-<name>``.
+        """
+        with self._lock:
+            return {
+                "write": self._write.rate,
+                "read": self._read.rate,
+                **{f"compress-{name}": t.rate for name, t in self._compress.items()},
+                **{f"decompress-{name}": t.rate for name, t in self._decompress.items()},
+            }
+
+    def _worth_trying(self, scarce: bool) -> tuple[list[Codec], float | None, float | None]:
+        """Return the codecs that would pay if a frame shrank to nothing, and the store's rates."""
+        with self._lock:
+            write, read = self._write.rate, self._read.rate
+            self._frames += 1
+            if scarce:
+                return self._candidates, write, read
+            write = read if write is None else write
+            read = write if read is None else read
+            if write is None or read is None:
+                return [], None, None
+            if self._frames % self.RETRY_EVERY == 0:
+                return self._candidates, write, read
+            limit = (1 - self._min_gain) * plain_cost(write, read)
+            codecs = []
+            for codec in self._candidates:
+                compress = self._compress[codec.name].rate
+                decompress = self._decompress[codec.name].rate
+                if compress is None or decompress is None or cost(0.0, compress, decompress, write, read) <= limit:
+                    codecs.append(codec)
+            return codecs, write, read
+
+    def _try(self, codec: Codec, data: memoryview) -> Sample | None:
+        try:
+            start = self._clock()
+            compressed = codec.compress(data)
+            middle = self._clock()
+            codec.decompress(compressed)
+            end = self._clock()
+        except Exception:
+            # A codec that fails on this data is no choice for it.
+            return None
+        nbytes = data.nbytes
+        with self._lock:
+            self._compress[codec.name].observe(nbytes, middle - start)
+            self._decompress[codec.name].observe(nbytes, end - middle)
+        return Sample(
+            codec,
+            memoryview(compressed).nbytes / nbytes,
+            nbytes / max(middle - start, 1e-9),
+            nbytes / max(end - middle, 1e-9),
+        )

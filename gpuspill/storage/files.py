@@ -1,0 +1,382 @@
+"""Records in files of the local file system, one file each.
+
+Who may do what: any number of threads may call anything at any time. One lock guards the registry
+of records and the counters, and nothing else: it is never held during a system call, a codec, a
+checksum, an allocation or a callback.
+
+Files are not synced to the device. A record is of no use once the process that holds its receipt
+has ended, so it has to survive nothing; the page cache may write it back when it likes, or never,
+if it is deleted first.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+
+from gpuspill.errors import GpuspillError, RecordCorrupt, RecordLost, StorageError, StorageFull
+from gpuspill.storage.base import (
+    Allocate,
+    Buffer,
+    Metrics,
+    Receipt,
+    Store,
+    StoreStatistics,
+    fresh_buffer,
+)
+from gpuspill.storage.codecs import CodecChooser
+from gpuspill.storage.counters import Counters
+from gpuspill.storage.directory import PrivateDirectory, sweep_leftovers
+from gpuspill.storage.quota import Quota, Reservation
+from gpuspill.storage.record import encoded_nbytes, flat
+from gpuspill.storage.recordfile import NewFile
+from gpuspill.storage.transfer import RecordReader, RecordWriter
+
+__all__ = ["FileStore"]
+
+logger = logging.getLogger(__name__)
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: Less of the quota than this left, and space counts for more than time.
+_SCARCE = 0.1
+
+
+class FileStore(Store):
+    """A store in a private directory.
+
+    Parameters
+    ----------
+    directory
+        Where to make the private directory; made too if it is missing.
+    quota
+        Most bytes on disk (lengths of files, writes in progress included); None for no limit.
+    codecs
+        When to compress, and with what; by default never. It learns this store's speed, so it
+        serves this store only.
+    metrics
+        Called after each operation, in the thread that did it, as ``metrics(label, value, unit)``
+        with the labels ``disk-write``, ``disk-read`` (seconds, bytes, count), ``checksum``,
+        ``compress`` and ``decompress`` (seconds). What it raises is logged once and ignored.
+    sweep
+        Whether to remove first what stores of dead processes left in `directory`.
+    clock
+        Wall time in seconds.
+
+    Attributes
+    ----------
+    path : str
+        The private directory.
+
+    Raises
+    ------
+    StorageError
+        The directory cannot be made.
+
+    Notes
+    -----
+    A store that is dropped, or still there when Python exits, closes itself. After a fork it
+    belongs to the parent: the child's copy removes nothing.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        quota: int | None = None,
+        codecs: CodecChooser | None = None,
+        metrics: Metrics | None = None,
+        sweep: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if sweep:
+            sweep_leftovers(directory)
+        self._quota = Quota(quota, where=os.fspath(directory))
+        self._codecs = CodecChooser() if codecs is None else codecs
+        self._metrics = metrics
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._records: dict[int, Receipt] = {}
+        self._payload_nbytes = 0
+        self._last_number = 0
+        self._active = 0
+        self._closed = False
+        self._counts = Counters()
+        self._logged: set[str] = set()
+        self._directory = PrivateDirectory(directory)
+        self.path = self._directory.path
+        self._finalizer = weakref.finalize(self, self._directory.remove)
+
+    def __repr__(self) -> str:
+        return f"<FileStore {self.path}: {len(self._records)} records>"
+
+    def path_of(self, receipt: Receipt) -> str:
+        """Return the file of a record; for messages and tests."""
+        return os.path.join(self.path, str(receipt.number))
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+        """Store a record, completely or not at all. See :meth:`Store.write`.
+
+        Notes
+        -----
+        Without compression the frames are hashed, and then go to the kernel in one call where
+        their number and size allow: the fewer calls, the fewer times this thread has to wait for
+        the interpreter lock. At most about 16 MiB, and one frame, of compressed data is held.
+        """
+        views = [flat(frame, index) for index, frame in enumerate(frames)]
+        number = self._begin_write()
+        counts = Counters()
+        try:
+            receipt = self._write(number, header, views, counts)
+        except BaseException:
+            counts.write_failures = 1
+            raise
+        finally:
+            self._end(counts)
+        self._report(
+            ("disk-write", counts.write_seconds, counts.bytes_written),
+            ("checksum", counts.checksum_seconds, None),
+            ("compress", counts.compress_seconds, None),
+        )
+        return receipt
+
+    def _write(self, number: int, header: bytes, views: list[memoryview], counts: Counters) -> Receipt:
+        plain_nbytes = encoded_nbytes(len(header), [view.nbytes for view in views])
+        scarce = self._quota.is_scarce(plain_nbytes, _SCARCE)
+        writer = RecordWriter(header, views, self._codecs, scarce, self._clock, counts)
+        reservation = self._quota.reserve(writer.expected_nbytes)
+        file = NewFile(self._directory.fd, str(number), self._check_open)
+        try:
+            receipt = writer.write(number, file, reservation)
+            self._register(receipt, reservation)
+        except BaseException as exc:
+            # First the bytes, then the promise: the other way round two writers could exceed it.
+            file.discard()
+            reservation.release()
+            if isinstance(exc, OSError) and not isinstance(exc, StorageError):
+                raise self._write_error(exc) from exc
+            raise
+        counts.writes = 1
+        counts.bytes_written = receipt.nbytes
+        counts.payload_written = receipt.payload_nbytes
+        self._codecs.observe_write(receipt.nbytes, counts.write_seconds)
+        return receipt
+
+    def _begin_write(self) -> int:
+        with self._lock:
+            if self._closed:
+                self._counts.write_failures += 1
+            else:
+                self._active += 1
+                self._last_number += 1
+                return self._last_number
+        raise self._closed_error()
+
+    def _register(self, receipt: Receipt, reservation: Reservation) -> None:
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._records[receipt.number] = receipt
+                self._payload_nbytes += receipt.payload_nbytes
+                reservation.commit()
+        if closed:
+            raise self._closed_error()
+
+    def _check_open(self) -> None:
+        # Without the lock: reading one attribute is atomic, and `_register` looks again.
+        if self._closed:
+            raise self._closed_error()
+
+    def _closed_error(self) -> StorageError:
+        return StorageError(errno.EBADF, f"{self.path} was closed; the value stays in memory")
+
+    def _write_error(self, exc: OSError) -> StorageError:
+        used, _ = self._quota.levels()
+        if exc.errno not in _NO_SPACE:
+            return StorageError(exc.errno, f"writing to {self.path} failed: {exc.strerror or exc}")
+        try:
+            usage = os.statvfs(self._directory.fd)
+            free = f"{usage.f_bavail * usage.f_frsize:,} bytes"
+        except OSError:
+            free = "an unknown number of bytes"
+        return StorageFull(
+            exc.errno,
+            f"no room for a record in {self.path} ({exc.strerror}): {used:,} bytes in use by this "
+            f"store, {free} free on its file system. Free space there, put the worker's local "
+            "directory (--local-directory, temporary-directory) on a larger disk, or limit what "
+            "is spilled (distributed.worker.memory.max-spill). The value stays in memory",
+        )
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+        """Return the header and the frames of a record, verified. See :meth:`Store.read`."""
+        counts = Counters()
+        self._begin_read(receipt)
+        try:
+            reader = RecordReader(
+                receipt,
+                self.path_of(receipt),
+                allocate or fresh_buffer,
+                self._codecs,
+                self._clock,
+                counts,
+            )
+            header, frames = reader.read(self._directory.fd, str(receipt.number))
+            counts.reads = 1
+            counts.bytes_read = receipt.nbytes
+            counts.payload_read = receipt.payload_nbytes
+        except BaseException as exc:
+            counts.read_failures = 1
+            counts.lost = isinstance(exc, RecordLost)
+            counts.corrupt = isinstance(exc, RecordCorrupt)
+            if isinstance(exc, GpuspillError):
+                # Whoever keeps the error must not keep the buffers with it.
+                traceback.clear_frames(exc.__traceback__)
+            raise
+        finally:
+            self._end(counts)
+        self._codecs.observe_read(receipt.nbytes, counts.read_seconds)
+        self._report(
+            ("disk-read", counts.read_seconds, counts.bytes_read),
+            ("checksum", counts.checksum_seconds, None),
+            ("decompress", counts.decompress_seconds, None),
+        )
+        return header, frames
+
+    def _begin_read(self, receipt: Receipt) -> None:
+        with self._lock:
+            # Equal, not just of the same number: a receipt of another store is no record of ours.
+            known = not self._closed and self._records.get(receipt.number) == receipt
+            if known:
+                self._active += 1
+            else:
+                self._counts.read_failures += 1
+                self._counts.lost += 1
+        if not known:
+            raise RecordLost(
+                f"{self.path_of(receipt)} is no record of this store: it was deleted, the store "
+                "was closed, or another store wrote it"
+            )
+
+    # -- removing --------------------------------------------------------------------------------
+
+    def delete(self, receipt: Receipt) -> None:
+        """Forget a record and remove its file. See :meth:`Store.delete`.
+
+        Notes
+        -----
+        One system call; but it takes about 1 ms for a file of 32 MiB in the page cache, so keep it
+        off the event loop. If the file cannot be removed, its bytes stay counted, and it goes with
+        the store.
+        """
+        with self._lock:
+            if self._closed or self._records.get(receipt.number) != receipt:
+                return
+            del self._records[receipt.number]
+            self._payload_nbytes -= receipt.payload_nbytes
+            self._active += 1
+        counts = Counters(deletes=1)
+        try:
+            os.unlink(str(receipt.number), dir_fd=self._directory.fd)
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            counts = Counters(delete_failures=1)
+            self._log_once(f"Could not remove {self.path_of(receipt)}: {exc}")
+        if counts.deletes:
+            self._quota.give_back(receipt.nbytes)
+        self._end(counts)
+
+    def close(self) -> None:
+        """Remove everything. See :meth:`Store.close`.
+
+        Notes
+        -----
+        What operations in progress still need (the directory itself, the lock file) is removed by
+        the last of them; without any, all is gone when this returns.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            used = sum(receipt.nbytes for receipt in self._records.values())
+            self._records.clear()
+            self._payload_nbytes = 0
+            idle = not self._active
+        self._quota.give_back(used)
+        if idle:
+            self._finalizer()
+        else:
+            self._directory.empty()
+
+    def _end(self, counts: Counters) -> None:
+        """Leave an operation; the last one to leave a closed store turns off the light."""
+        with self._lock:
+            self._counts.add(counts)
+            self._active -= 1
+            last = self._closed and not self._active
+        if last:
+            self._finalizer()
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def statistics(self) -> StoreStatistics:
+        """Return a consistent snapshot. No I/O."""
+        with self._lock:
+            used, reserved = self._quota.levels()
+            return StoreStatistics(
+                records=len(self._records),
+                nbytes=used,
+                payload_nbytes=self._payload_nbytes,
+                reserved_nbytes=reserved,
+                quota=self._quota.limit,
+                **self._counts.as_dict(),
+            )
+
+    def validate(self) -> None:
+        """Check registry, quota and directory against each other. For tests, and while idle."""
+        super().validate()
+        with self._lock:
+            assert self._active == 0, self._active
+            records = dict(self._records)
+            payload_nbytes = self._payload_nbytes
+            failed = self._counts.delete_failures
+            closed = self._closed
+        used, reserved = self._quota.levels()
+        assert reserved == 0, reserved
+        assert payload_nbytes == sum(r.payload_nbytes for r in records.values())
+        held = sum(receipt.nbytes for receipt in records.values())
+        assert used == held or (failed and used > held), (used, held)
+        if not failed:
+            found = set() if closed else set(os.listdir(self._directory.fd)) - {"lock"}
+            assert found <= {str(number) for number in records}, found
+            assert not (closed and os.path.exists(self.path)), self.path
+
+    def _report(self, *entries: tuple[str, float, int | None]) -> None:
+        metrics = self._metrics
+        if metrics is None:
+            return
+        try:
+            for label, seconds, nbytes in entries:
+                if nbytes is not None:
+                    metrics(label, nbytes, "bytes")
+                    metrics(label, 1, "count")
+                if nbytes is not None or seconds:
+                    metrics(label, seconds, "seconds")
+        except Exception:
+            # The data is safe; a display that fails must not make it look lost.
+            self._log_once("The callback for metrics failed", exc_info=True)
+
+    def _log_once(self, message: str, exc_info: bool = False) -> None:
+        kind = message.split(" ", 2)[0]
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning("%s (said once)", message, exc_info=exc_info)

@@ -1,0 +1,113 @@
+"""Bytes on disk: promised before they are written, given back when they are gone."""
+
+from __future__ import annotations
+
+import threading
+
+from gpuspill.errors import QuotaExceeded
+
+__all__ = ["Quota", "Reservation"]
+
+
+class Quota:
+    """A number of bytes that writers share.
+
+    Parameters
+    ----------
+    limit
+        Most bytes in use and reserved together; None for no limit.
+    where
+        What the quota is for; used in messages.
+
+    Notes
+    -----
+    Thread-safe. The lock covers additions only.
+    """
+
+    def __init__(self, limit: int | None, where: str = "this store") -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"quota must be None or at least 0 bytes, got {limit}")
+        self.limit = limit
+        self._where = where
+        self._lock = threading.Lock()
+        self._used = 0
+        self._reserved = 0
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Promise `nbytes` bytes to the caller, who has to commit or release them.
+
+        Raises
+        ------
+        QuotaExceeded
+            They do not fit beside what is used and reserved.
+        """
+        self._change(nbytes)
+        return Reservation(self, nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Subtract bytes that were committed earlier and are gone."""
+        with self._lock:
+            self._used -= nbytes
+            assert self._used >= 0, self._used
+
+    def levels(self) -> tuple[int, int]:
+        """Return bytes in use and bytes reserved, of one moment."""
+        with self._lock:
+            return self._used, self._reserved
+
+    def is_scarce(self, nbytes: int, fraction: float) -> bool:
+        """Whether less than `fraction` of the limit would be free after `nbytes` more bytes."""
+        if self.limit is None:
+            return False
+        used, reserved = self.levels()
+        return self.limit - used - reserved - nbytes < fraction * self.limit
+
+    def _change(self, nbytes: int) -> None:
+        with self._lock:
+            used, reserved = self._used, self._reserved
+            fits = nbytes <= 0 or self.limit is None or used + reserved + nbytes <= self.limit
+            if fits:
+                self._reserved += nbytes
+        if not fits:
+            raise QuotaExceeded(
+                f"{nbytes:,} more bytes do not fit in the disk quota of {self.limit:,} bytes for "
+                f"{self._where}: {used:,} in use, {reserved:,} reserved by writes in progress. "
+                "Release data, add workers, or raise the quota "
+                "(distributed.worker.memory.max-spill)"
+            )
+
+    def _commit(self, nbytes: int) -> None:
+        with self._lock:
+            self._reserved -= nbytes
+            self._used += nbytes
+
+
+class Reservation:
+    """Bytes promised to one writer; ends in exactly one of :meth:`commit` and :meth:`release`."""
+
+    __slots__ = ("_nbytes", "_quota")
+
+    def __init__(self, quota: Quota, nbytes: int) -> None:
+        self._quota = quota
+        self._nbytes = nbytes
+
+    def resize(self, nbytes: int) -> None:
+        """Hold `nbytes` bytes from now on.
+
+        Raises
+        ------
+        QuotaExceeded
+            Growing is not possible; the reservation stays as it was.
+        """
+        self._quota._change(nbytes - self._nbytes)
+        self._nbytes = nbytes
+
+    def commit(self) -> None:
+        """Turn the reservation into bytes in use; `Quota.give_back` ends that."""
+        nbytes, self._nbytes = self._nbytes, 0
+        self._quota._commit(nbytes)
+
+    def release(self) -> None:
+        """Give the bytes back. Does nothing after :meth:`commit` or when repeated."""
+        nbytes, self._nbytes = self._nbytes, 0
+        self._quota._change(-nbytes)

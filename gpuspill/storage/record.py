@@ -1,0 +1,290 @@
+"""The format of one record, as pure functions of bytes: no files, no clock.
+
+A record is its frames followed by a footer::
+
+    frame 0 | padding | frame 1 | ... | frame n-1 |  footer
+
+    footer:
+        raw lengths     n x u64    bytes of each frame as handed in
+        stored lengths  n x u64    bytes of each frame in the record
+        codec numbers   n x u8     0: as it is; k: compressed with the k-th name
+        codec names     utf-8, separated by NUL
+        header          opaque
+        tail            stored payload length u64, header length u64, n u32, names length u16,
+                        version u16, magic 8 bytes, checksum u64
+
+All integers are little-endian. Frames that are not empty start at multiples of 64 bytes. The checksum is the xxh3 (64
+bits) of every byte before it.
+
+Why a footer: lengths after compression and the checksum are known only once the last frame went by, so a record is
+one forward stream that is never patched, whatever its size. Why the frames come first and unpadded at the end: one
+read into an aligned buffer of exactly the payload's size leaves every frame aligned, and a record of one frame costs
+not a byte of memory more than the frame.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import xxhash
+
+from gpuspill.errors import RecordCorrupt, Unspillable
+from gpuspill.storage.base import Buffer
+
+__all__ = ["ALIGNMENT", "RecordEncoder", "StoredFrame", "decode_record", "encoded_nbytes", "flat"]
+
+#: Frames start at multiples of this many bytes: what NumPy, Arrow and vector units like to find.
+ALIGNMENT = 64
+
+_MAGIC = b"GPUSPILL"
+_VERSION = 1
+_TAIL = struct.Struct("<QQIHH8sQ")
+_CHECKSUM = struct.Struct("<Q")
+_PADDING = memoryview(bytes(ALIGNMENT))
+_MAX_CODECS = 255
+
+
+class StoredFrame(NamedTuple):
+    """A frame as it lies in a record."""
+
+    #: A view of the payload.
+    data: memoryview
+    #: Bytes of the frame as it was handed in.
+    raw_nbytes: int
+    #: Name of the codec that `data` is compressed with; None if it is the frame itself.
+    codec: str | None
+
+
+def flat(frame: Buffer, index: int = 0) -> memoryview:
+    """Return a frame's memory as one-dimensional bytes, without copying.
+
+    Parameters
+    ----------
+    frame
+        A buffer of any shape and format, contiguous in C or Fortran order.
+    index
+        Which frame it is; for the message only.
+
+    Raises
+    ------
+    Unspillable
+        The frame is not contiguous.
+    """
+    view = memoryview(frame)
+    if view.nbytes == 0:
+        # A zero in the shape cannot be cast.
+        return memoryview(b"")
+    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
+        return view
+    try:
+        # Unlike memoryview.cast, this takes any format and Fortran order.
+        return pickle.PickleBuffer(view).raw()
+    except BufferError as exc:
+        raise Unspillable(
+            f"frame {index} (shape {view.shape}, strides {view.strides}) is not contiguous; "
+            "its serializer has to hand out contiguous buffers"
+        ) from exc
+
+
+def _gap(offset: int) -> int:
+    return -offset % ALIGNMENT
+
+
+def _footer_nbytes(header_nbytes: int, n_frames: int, codec_names: Iterable[str]) -> int:
+    return 17 * n_frames + len("\0".join(codec_names).encode()) + header_nbytes + _TAIL.size
+
+
+def encoded_nbytes(header_nbytes: int, stored: Iterable[int], codec_names: Iterable[str] = ()) -> int:
+    """Return the size in bytes of a record, without making it.
+
+    Parameters
+    ----------
+    header_nbytes
+        Size of the header, bytes.
+    stored
+        Size of each frame as it will be stored, bytes.
+    codec_names
+        The codecs used, each once.
+    """
+    offset = n_frames = 0
+    for nbytes in stored:
+        n_frames += 1
+        if nbytes:
+            offset += _gap(offset) + nbytes
+    return offset + _footer_nbytes(header_nbytes, n_frames, codec_names)
+
+
+class RecordEncoder:
+    """Turns frames into the byte stream of one record; used once, by one thread.
+
+    Call :meth:`add` for each frame and :meth:`finish` at the end, and write what they return, in order. Memory of
+    frames is only looked at, never copied.
+
+    Attributes
+    ----------
+    payload_nbytes : int
+        Bytes of the frames added so far, as they were before compression.
+    stored_nbytes : int
+        Bytes returned by :meth:`add` so far.
+    checksum : int
+        Of the whole record, once it is finished.
+    """
+
+    __slots__ = (
+        "_codecs",
+        "_hash",
+        "_names",
+        "_raw",
+        "_stored",
+        "checksum",
+        "payload_nbytes",
+        "stored_nbytes",
+    )
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._raw: list[int] = []
+        self._stored: list[int] = []
+        self._codecs = bytearray()
+        self._names: list[str] = []
+        self.payload_nbytes = 0
+        self.stored_nbytes = 0
+        self.checksum = 0
+
+    def add(self, data: memoryview, raw_nbytes: int | None = None, codec: str | None = None) -> list[memoryview]:
+        """Append a frame.
+
+        Parameters
+        ----------
+        data
+            What to store: flat bytes.
+        raw_nbytes
+            Bytes of the frame before compression; by default those of `data`.
+        codec
+            Name of the codec that `data` is compressed with.
+
+        Returns
+        -------
+        list of memoryview
+            To be written next: padding where needed, and `data`.
+        """
+        nbytes = data.nbytes
+        self._raw.append(nbytes if raw_nbytes is None else raw_nbytes)
+        self._stored.append(nbytes)
+        self._codecs.append(0 if codec is None else self._codec_number(codec))
+        self.payload_nbytes += self._raw[-1]
+        if not nbytes:
+            return []
+        gap = _gap(self.stored_nbytes)
+        parts = [_PADDING[:gap], data] if gap else [data]
+        for part in parts:
+            self._hash.update(part)
+        self.stored_nbytes += gap + nbytes
+        return parts
+
+    def _codec_number(self, name: str) -> int:
+        try:
+            return self._names.index(name) + 1
+        except ValueError:
+            assert "\0" not in name, name
+            assert len(self._names) < _MAX_CODECS, self._names
+            self._names.append(name)
+            return len(self._names)
+
+    def finish(self, header: bytes) -> bytes:
+        """Return the footer, and set :attr:`checksum`.
+
+        Parameters
+        ----------
+        header
+            Opaque bytes to keep with the frames.
+        """
+        n_frames = len(self._raw)
+        names = "\0".join(self._names).encode()
+        footer = b"".join(
+            (
+                struct.pack(f"<{2 * n_frames}Q", *self._raw, *self._stored),
+                self._codecs,
+                names,
+                header,
+                _TAIL.pack(self.stored_nbytes, len(header), n_frames, len(names), _VERSION, _MAGIC, 0),
+            )
+        )
+        self._hash.update(memoryview(footer)[: -_CHECKSUM.size])
+        self.checksum = self._hash.intdigest()
+        return footer[: -_CHECKSUM.size] + _CHECKSUM.pack(self.checksum)
+
+
+def decode_record(
+    payload: memoryview, footer: memoryview, checksum: int | None = None, where: str = "record"
+) -> tuple[bytes, list[StoredFrame]]:
+    """Verify a record and take it apart.
+
+    Parameters
+    ----------
+    payload
+        The part of the record before the footer.
+    footer
+        What :meth:`RecordEncoder.finish` returned.
+    checksum
+        What the record's checksum has to be; by default what the footer says.
+    where
+        Names the record in messages.
+
+    Returns
+    -------
+    header, frames
+        The frames are views of `payload`.
+
+    Raises
+    ------
+    RecordCorrupt
+        Anything is not as it was written. Checked before anything in the footer is believed.
+    """
+    if footer.nbytes < _TAIL.size:
+        raise RecordCorrupt(f"{where}: a footer of {footer.nbytes} bytes; it takes at least {_TAIL.size}")
+    (stored_nbytes, header_nbytes, n_frames, names_nbytes, version, magic, written) = _TAIL.unpack_from(
+        footer, footer.nbytes - _TAIL.size
+    )
+    hasher = xxhash.xxh3_64()
+    hasher.update(payload)
+    hasher.update(footer[: -_CHECKSUM.size])
+    found = hasher.intdigest()
+    if checksum is None:
+        checksum = written
+    if found != checksum:
+        what = (
+            "an intact record, but another one than was written"
+            if found == written
+            else "bytes changed since they were written"
+        )
+        raise RecordCorrupt(f"{where}: checksum {found:016x}, not {checksum:016x}: {what}")
+    # From here on only a record made by something else, or a fault in this module, can fail.
+    if found != written or magic != _MAGIC or version != _VERSION:
+        raise RecordCorrupt(f"{where}: not a record of version {_VERSION} (magic {magic!r}, version {version})")
+    names_at = 17 * n_frames
+    header_at = names_at + names_nbytes
+    if (stored_nbytes, header_at + header_nbytes + _TAIL.size) != (payload.nbytes, footer.nbytes):
+        raise RecordCorrupt(
+            f"{where}: {payload.nbytes} + {footer.nbytes} bytes, but its lengths add up to "
+            f"{stored_nbytes} + {header_at + header_nbytes + _TAIL.size}"
+        )
+    lengths = struct.unpack_from(f"<{2 * n_frames}Q", footer)
+    names = [None, *bytes(footer[names_at:header_at]).decode().split("\0")]
+    header = bytes(footer[header_at : header_at + header_nbytes])
+
+    frames: list[StoredFrame] = []
+    offset = 0
+    for raw_nbytes, nbytes, number in zip(
+        lengths[:n_frames], lengths[n_frames:], footer[16 * n_frames : names_at], strict=True
+    ):
+        if nbytes:
+            offset += _gap(offset)
+        if offset + nbytes > stored_nbytes or number >= len(names):
+            raise RecordCorrupt(f"{where}: frame {len(frames)} lies outside the record")
+        frames.append(StoredFrame(payload[offset : offset + nbytes], raw_nbytes, names[number]))
+        offset += nbytes
+    return header, frames

@@ -1,0 +1,112 @@
+"""One file of one record: written once, complete or not there at all, and read whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gpuspill.storage.vectored import read_all, write_all
+
+__all__ = ["NewFile", "read_file"]
+
+logger = logging.getLogger(__name__)
+
+
+class NewFile:
+    """A file that gets its name once it is complete.
+
+    Ends in exactly one of :meth:`publish` and :meth:`discard`; used by one thread.
+
+    Parameters
+    ----------
+    directory_fd
+        The open directory to make it in.
+    name
+        Its name when complete. Until then it is called `name` with ``.part`` behind.
+    before_each
+        Called before each system call that writes; what it raises ends the write.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes written so far.
+    """
+
+    __slots__ = ("_before_each", "_directory_fd", "_fd", "_name", "_there", "nbytes")
+
+    def __init__(self, directory_fd: int, name: str, before_each: Callable[[], None] | None = None) -> None:
+        self._directory_fd = directory_fd
+        self._name = name
+        self._before_each = before_each
+        self._fd: int | None = None
+        self._there: str | None = None
+        self.nbytes = 0
+
+    def append(self, buffers: Sequence[memoryview]) -> None:
+        """Write buffers, all of them. The first call makes the file; raises OSError."""
+        if self._fd is None:
+            part = self._name + ".part"
+            self._fd = os.open(
+                part,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+                dir_fd=self._directory_fd,
+            )
+            self._there = part
+        self.nbytes += write_all(self._fd, buffers, self._before_each)
+
+    def publish(self) -> None:
+        """Give the file its name; raises OSError."""
+        assert self._fd is not None
+        assert self._there is not None
+        # Some file systems report only here that there was no room.
+        fd, self._fd = self._fd, None
+        os.close(fd)
+        os.rename(self._there, self._name, src_dir_fd=self._directory_fd, dst_dir_fd=self._directory_fd)
+        self._there = self._name
+
+    def discard(self) -> None:
+        """Remove the file, whatever state it is in. Never raises."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            with suppress(OSError):
+                os.close(fd)
+        if self._there is not None:
+            there, self._there = self._there, None
+            try:
+                os.unlink(there, dir_fd=self._directory_fd)
+            except FileNotFoundError:
+                pass
+            except OSError as exc:
+                logger.warning("Could not remove an incomplete file: %s", exc)
+
+
+def read_file(directory_fd: int, name: str, buffers: Sequence[memoryview]) -> int:
+    """Fill buffers, in order, from a file.
+
+    Parameters
+    ----------
+    directory_fd
+        The open directory it is in.
+    name
+        Its name.
+    buffers
+        Writable flat bytes.
+
+    Returns
+    -------
+    int
+        Bytes read: fewer than the buffers hold only if the file ends before.
+
+    Raises
+    ------
+    OSError
+        As the system reports it.
+    """
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        return read_all(fd, buffers)
+    finally:
+        os.close(fd)

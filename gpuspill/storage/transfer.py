@@ -1,0 +1,250 @@
+"""How one record gets into its file and back: codecs, checksum, file, in that order and reverse.
+
+Nothing here is shared between threads but what is passed in and says that it may be. Times are
+added to the counters of the operation.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+
+from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
+from gpuspill.storage.base import Allocate, Receipt
+from gpuspill.storage.codecs import Choice, Codec, CodecChooser
+from gpuspill.storage.counters import Counters
+from gpuspill.storage.quota import Reservation
+from gpuspill.storage.record import (
+    ALIGNMENT,
+    RecordEncoder,
+    StoredFrame,
+    decode_record,
+    encoded_nbytes,
+    flat,
+)
+from gpuspill.storage.recordfile import NewFile, read_file
+
+__all__ = ["RecordReader", "RecordWriter"]
+
+logger = logging.getLogger(__name__)
+
+#: Compressed frames are written once this many bytes of them wait, so that a record of many frames
+#: does not need their sum in memory.
+_FLUSH_NBYTES = 16 * 2**20
+#: What says that a file is not there, rather than that it cannot be read now.
+_GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
+
+
+class RecordWriter:
+    """Writes one record; used once, by one thread.
+
+    Parameters
+    ----------
+    header
+        Opaque bytes.
+    frames
+        Flat bytes.
+    codecs
+        Decides how to store each frame.
+    scarce
+        The quota is nearly used up.
+    clock
+        Wall time in seconds.
+    counts
+        Gets the times, and how many frames were compressed.
+    """
+
+    def __init__(
+        self,
+        header: bytes,
+        frames: Sequence[memoryview],
+        codecs: CodecChooser,
+        scarce: bool,
+        clock: Callable[[], float],
+        counts: Counters,
+    ) -> None:
+        self._header = header
+        self._codecs = codecs
+        self._clock = clock
+        self._counts = counts
+        start = clock()
+        self._frames = [(frame, codecs.choose(frame, scarce=scarce)) for frame in frames]
+        counts.compress_seconds += clock() - start
+        #: How large the record will be, in bytes: exact if nothing is to be compressed.
+        self.expected_nbytes = encoded_nbytes(
+            len(header),
+            [_expected_nbytes(frame, choice) for frame, choice in self._frames],
+            {choice.codec.name for _, choice in self._frames if choice.codec is not None},
+        )
+
+    def write(self, number: int, file: NewFile, reservation: Reservation) -> Receipt:
+        """Write everything and give the file its name.
+
+        Parameters
+        ----------
+        number
+            Of the record.
+        file
+            Where to write. The caller discards it if this raises.
+        reservation
+            Of `expected_nbytes`. Grown before more is written than it covers, and at the end of
+            exactly the record's size.
+
+        Raises
+        ------
+        OSError
+            As the system reports it.
+        QuotaExceeded
+            Frames shrank less than expected, and the record does not fit any more.
+        """
+        clock, counts = self._clock, self._counts
+        encoder = RecordEncoder()
+        reserved = self.expected_nbytes
+        pending: list[memoryview] = []
+        held = 0
+        for frame, choice in self._frames:
+            data, codec = frame, None
+            if choice.codec is not None:
+                start = clock()
+                compressed = self._compress(choice.codec, frame)
+                counts.compress_seconds += clock() - start
+                if compressed is not None:
+                    data, codec = compressed, choice.codec.name
+                    held += data.nbytes
+                    counts.compressed_frames += 1
+                # Another size is another padding, too.
+                reserved += data.nbytes - _expected_nbytes(frame, choice) + ALIGNMENT
+                reservation.resize(reserved)
+            start = clock()
+            pending += encoder.add(data, frame.nbytes, codec)
+            counts.checksum_seconds += clock() - start
+            if held >= _FLUSH_NBYTES:
+                start = clock()
+                file.append(pending)
+                counts.write_seconds += clock() - start
+                pending.clear()
+                held = 0
+        footer = encoder.finish(self._header)
+        nbytes = encoder.stored_nbytes + len(footer)
+        reservation.resize(nbytes)
+        pending.append(memoryview(footer))
+        start = clock()
+        file.append(pending)
+        file.publish()
+        counts.write_seconds += clock() - start
+        return Receipt(
+            number=number,
+            nbytes=nbytes,
+            payload_nbytes=encoder.payload_nbytes,
+            stored_nbytes=encoder.stored_nbytes,
+            checksum=encoder.checksum,
+        )
+
+    def _compress(self, codec: Codec, frame: memoryview) -> memoryview | None:
+        """Return a frame compressed; None if that fails or does not pay."""
+        try:
+            data = flat(codec.compress(frame))
+        except Exception as exc:
+            # Not a reason to keep the value in memory.
+            logger.debug("Compressing %d bytes with %s failed: %r", frame.nbytes, codec.name, exc)
+            return None
+        # The sample may have been misleading.
+        return data if data.nbytes < self._codecs.max_ratio * frame.nbytes else None
+
+
+class RecordReader:
+    """Reads one record; used once, by one thread.
+
+    Parameters
+    ----------
+    receipt
+        Of the record.
+    where
+        Its path, for messages.
+    allocate
+        Where to take memory from.
+    codecs
+        Knows the codecs by name.
+    clock
+        Wall time in seconds.
+    counts
+        Gets the times.
+    """
+
+    def __init__(
+        self,
+        receipt: Receipt,
+        where: str,
+        allocate: Allocate,
+        codecs: CodecChooser,
+        clock: Callable[[], float],
+        counts: Counters,
+    ) -> None:
+        self._receipt = receipt
+        self._where = where
+        self._allocate = allocate
+        self._codecs = codecs
+        self._clock = clock
+        self._counts = counts
+
+    def read(self, directory_fd: int, name: str) -> tuple[bytes, list[memoryview]]:
+        """Return header and frames, verified.
+
+        Raises
+        ------
+        RecordLost, RecordCorrupt, StorageError
+            As for :meth:`gpuspill.storage.base.Store.read`.
+        """
+        clock, counts, receipt = self._clock, self._counts, self._receipt
+        nbytes = receipt.stored_nbytes
+        payload = self._allocate(nbytes) if nbytes else memoryview(b"")
+        start = clock()
+        footer = self._load(directory_fd, name, payload)
+        counts.read_seconds += clock() - start
+        start = clock()
+        header, stored = decode_record(payload, footer, receipt.checksum, self._where)
+        counts.checksum_seconds += clock() - start
+        start = clock()
+        frames = [frame.data if frame.codec is None else self._decompress(frame, frame.codec) for frame in stored]
+        counts.decompress_seconds += clock() - start
+        return header, frames
+
+    def _load(self, directory_fd: int, name: str, payload: memoryview) -> memoryview:
+        """Fill `payload` and return the footer."""
+        receipt, where = self._receipt, self._where
+        footer = memoryview(bytearray(receipt.nbytes - receipt.stored_nbytes))
+        # One byte more than the record has: the end of the file is checked without another call.
+        beyond = memoryview(bytearray(1))
+        try:
+            nbytes = read_file(directory_fd, name, [payload, footer, beyond])
+        except OSError as exc:
+            if exc.errno in _GONE:
+                raise RecordLost(f"{where} is gone: {exc.strerror}") from exc
+            raise StorageError(exc.errno, f"reading {where} failed: {exc.strerror}") from exc
+        if nbytes < receipt.nbytes:
+            raise RecordLost(f"{where} has {nbytes:,} bytes; {receipt.nbytes:,} were written")
+        if nbytes > receipt.nbytes:
+            raise RecordCorrupt(f"{where} has more than the {receipt.nbytes:,} bytes written")
+        return footer
+
+    def _decompress(self, frame: StoredFrame, name: str) -> memoryview:
+        where = self._where
+        try:
+            data = flat(self._codecs.codec(name).decompress(frame.data))
+        except MemoryError:
+            raise
+        except Exception as exc:
+            raise RecordCorrupt(f"{where}: decompressing with {name} failed: {exc!r}") from exc
+        if data.nbytes != frame.raw_nbytes:
+            raise RecordCorrupt(
+                f"{where}: decompressing with {name} gave {data.nbytes:,} bytes, not {frame.raw_nbytes:,}"
+            )
+        # The codecs make memory of their own; the caller gets memory that it can account for.
+        buffer = self._allocate(frame.raw_nbytes)
+        buffer[:] = data
+        return buffer
+
+
+def _expected_nbytes(frame: memoryview, choice: Choice) -> int:
+    return frame.nbytes if choice.codec is None else int(frame.nbytes * choice.ratio)
