@@ -55,6 +55,7 @@ class Engine:
         self._wakes = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._spilling: set[int] = set()
         self._pool = ThreadPoolExecutor(restore_threads, thread_name_prefix=f"gpuspill-restore-{name}")
         self._reaper: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._reaper_thread: threading.Thread | None = None
@@ -63,6 +64,8 @@ class Engine:
 
     def wake(self) -> None:
         """There may be something to spill. Cheap, never blocks for longer than it takes to start a thread once."""
+        if self.spilling_here:
+            return  # it looks again by itself
         with self._condition:
             if self._closed:
                 return
@@ -78,7 +81,13 @@ class Engine:
                     thread.start()
             self._condition.notify_all()
 
+    @property
+    def spilling_here(self) -> bool:
+        """Whether the calling thread is one of the spill threads."""
+        return threading.get_ident() in self._spilling
+
     def _spill_loop(self) -> None:
+        self._spilling.add(threading.get_ident())
         while True:
             with self._condition:
                 if self._closed:

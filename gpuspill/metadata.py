@@ -1,0 +1,130 @@
+"""The metadata lock, the core behind it, and what has to follow an event.
+
+>>> with metadata as state:
+...     state.remove(key)
+
+holds the lock for the block. On leaving, what the core decided is collected under the lock and done after it: values let go, records deleted, those
+who wait told, spill threads woken. The lock is held for microseconds: never during I/O, (de)serialisation, a callback, or the destruction of a value. It is
+re-entrant only because the garbage collector may run somebody's finaliser, which may read the store, in the middle of a block.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gpuspill.core.budget import Reservation
+from gpuspill.core.state import SpillState
+from gpuspill.slots import Slots
+from gpuspill.storage.base import Receipt, Store
+
+if TYPE_CHECKING:
+    from gpuspill.admission import Admission
+    from gpuspill.engine import Engine
+
+__all__ = ["Metadata"]
+
+#: Values below this size are let go where they are; above, on another thread (unmapping 32 MiB takes milliseconds).
+_REAP_NBYTES = 64 * 1024
+
+
+class Metadata:
+    """State of one manager and the lock that guards it; a context manager.
+
+    Parameters
+    ----------
+    limit, disk_limit, keep_clean
+        See :class:`~gpuspill.core.state.SpillState`.
+    store
+        Where records are deleted.
+    clock
+        Seconds, monotonic.
+
+    Attributes
+    ----------
+    state
+        The core.
+    slots
+        The values.
+    admissions
+        Those who wait, by reservation.
+    totals
+        Sums for the statistics: seconds and bytes by name.
+    closed
+        Nothing is spilled or restored any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | None,
+        disk_limit: int | None,
+        keep_clean: bool,
+        store: Store,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._store = store
+        self.clock = clock
+        self.slots = Slots()
+        self.state = SpillState(limit=limit, disk_limit=disk_limit, held=self.slots.held, keep_clean=keep_clean)
+        self.admissions: dict[Reservation, Admission] = {}
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        self.closed = False
+        self.engine: Engine | None = None
+
+    def __enter__(self) -> SpillState:
+        self._lock.acquire()
+        return self.state
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            state = self.state
+            if self.engine is not None and not self.closed and state.pressure:
+                self.engine.wake()
+            effects = state.take_effects()
+            if not effects:
+                return
+            values = []
+            nbytes = 0
+            receipts = []
+            granted = []
+            for pid in effects.dropped:
+                entry = state.ledger.entries.get(pid)
+                values.append(self.slots.detach(pid, entry))
+                nbytes += self.slots[pid].sizeof if entry is None else entry.nbytes
+            for pid in effects.deleted:
+                slot = self.slots[pid]
+                if slot.receipt is not None:
+                    receipts.append(slot.receipt)
+                    slot.receipt = None
+            for pid in effects.forgotten:
+                del self.slots[pid]
+            for reservation in effects.granted:
+                admission = self.admissions.pop(reservation, None)
+                if admission is not None:
+                    self.totals["wait"] += self.clock() - admission.asked_at
+                    granted.append(admission)
+        finally:
+            self._lock.release()
+        for admission in granted:
+            admission.fulfil()
+        if receipts or nbytes > _REAP_NBYTES:
+            self._let_go(values, receipts)
+
+    def _let_go(self, values: list[object], receipts: list[Receipt]) -> None:
+        engine = self.engine
+        if engine is None or self.closed or engine.spilling_here:
+            # A spill thread waits for the room on disk that the deleted records leave, so it deletes them itself.
+            self._finish(values, receipts)
+        else:
+            engine.reap(partial(self._finish, values, receipts))
+
+    def _finish(self, values: list[object], receipts: list[Receipt]) -> None:
+        values.clear()
+        for receipt in receipts:
+            self._store.delete(receipt)

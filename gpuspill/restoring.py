@@ -1,0 +1,220 @@
+"""Bringing values back: once, however many threads want them.
+
+The first thread that wants a spilled value reads it, in its own time; the others wait for its future and get the same object.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+from gpuspill.admission import Admission
+from gpuspill.core.ledger import Entry
+from gpuspill.engine import Engine
+from gpuspill.errors import DataLostError, ManagerClosed, StorageError
+from gpuspill.metadata import Metadata
+from gpuspill.observer import Observer
+from gpuspill.serialization import Serializer
+from gpuspill.storage.base import Receipt, Store
+
+__all__ = ["Restorer"]
+
+logger = logging.getLogger("gpuspill")
+
+
+class Restorer:
+    """Reads records on behalf of a manager.
+
+    Parameters
+    ----------
+    metadata, engine, store, serializer
+        The manager's.
+    allocate
+        Gives the buffer that a record is read into.
+    observer
+        Told about I/O.
+
+    Attributes
+    ----------
+    hits, misses
+        Reads of values that were in memory, and of those that were not.
+    loop_thread
+        Identifier of the event loop's thread.
+    loop_io
+        Restores that the event loop's thread did or waited for.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        engine: Engine,
+        store: Store,
+        serializer: Serializer,
+        *,
+        allocate: Callable[[int], memoryview] | None,
+        observer: Observer | None,
+    ) -> None:
+        self._metadata = metadata
+        self._engine = engine
+        self._store = store
+        self._serializer = serializer
+        self._allocate = allocate
+        self._observer = observer
+        self.hits = 0
+        self.misses = 0
+        self.loop_io = 0
+        self.loop_thread: int | None = None
+
+    # -- under the lock ------------------------------------------------------------------------------
+
+    def entry(self, key: Hashable, pid: int) -> Entry:
+        """Return the entry of a proxy; KeyError, naming the key, if it is gone."""
+        entry = self._metadata.state.ledger.entries.get(pid)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def hit(self, entry: Entry) -> Any:
+        """Return the value of an entry in memory, as a use."""
+        self.hits += 1
+        self._metadata.state.touch(entry.pid)
+        return self._metadata.slots[entry.pid].value
+
+    def _begin(self, key: Hashable, pid: int, admission: Admission | None) -> tuple[Future[Any], bool]:
+        """Join a restore in flight or begin one; the flag tells whether the caller has to run it."""
+        slot = self._metadata.slots[pid]
+        if slot.lost is not None:
+            raise DataLostError(slot.lost, key)
+        if slot.restoring is not None:
+            return slot.restoring, False
+        if self._metadata.closed:
+            raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+        self.misses += 1
+        self._metadata.state.begin_restore(pid, None if admission is None else admission.reservation)
+        slot.restoring = Future()
+        return slot.restoring, True
+
+    # -- without the lock ----------------------------------------------------------------------------
+
+    def bring(self, key: Hashable, pid: int, admission: Admission | None = None) -> Any:
+        """Return the value of a proxy, restoring it in this thread if nobody else does. Blocks.
+
+        Raises
+        ------
+        KeyError
+            The proxy is gone.
+        DataLostError, ManagerClosed
+            Its value cannot be brought back.
+        """
+        with self._metadata:
+            entry = self.entry(key, pid)
+            if entry.residency.resident:
+                return self.hit(entry)
+            future, ours = self._begin(key, pid, admission)
+        if threading.get_ident() == self.loop_thread and not future.done():
+            self.loop_io += 1
+        if ours:
+            self._restore(pid)
+        return self.outcome(key, future)
+
+    def start(self, key: Hashable, pid: int, admission: Admission | None = None) -> Future[Any]:
+        """Return a future of the value, restored on a restore thread if nobody does it already.
+
+        Never blocks and never raises: what :meth:`bring` raises is in the future.
+        """
+        done: Future[Any] = Future()
+        with self._metadata:
+            try:
+                entry = self.entry(key, pid)
+                if entry.residency.resident:
+                    done.set_result(self.hit(entry))
+                    return done
+                future, ours = self._begin(key, pid, admission)
+            except Exception as error:
+                done.set_exception(error)
+                return done
+        if ours:
+            self.submit(key, pid)
+        return future
+
+    def submit(self, key: Hashable, pid: int) -> None:
+        """Run a restore that was begun under the lock on a restore thread."""
+        # In a copy of the caller's context, by which the observer tells on whose behalf it is read.
+        if not self._engine.submit(partial(copy_context().run, self._restore, pid)):
+            self._fail(pid, ManagerClosed(f"the store was closed before {key!r} was read"))
+
+    @staticmethod
+    def outcome(key: Hashable, future: Future[Any]) -> Any:
+        """Wait for a restore; what is lost is lost under the name of the key that was asked for."""
+        try:
+            return future.result()
+        except DataLostError as error:
+            # Many may wait for one future; each gets an error of its own.
+            raise DataLostError(error.message, key) from error
+
+    def _restore(self, pid: int) -> None:
+        """Bring a value back. Whoever calls this began the restore under the lock. Never raises an Exception."""
+        slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy with a move in flight
+        receipt = slot.receipt
+        assert receipt is not None
+        ghost = slot.ghost
+        value = None if ghost is None else ghost()
+        if value is None:
+            try:
+                value = self._read(receipt)
+            except BaseException as error:
+                self._fail(pid, error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+        with self._metadata as state:
+            future = slot.restoring
+            assert future is not None
+            self._metadata.slots.attach(pid, value)
+            state.complete_restore(pid)
+        future.set_result(value)
+
+    def _read(self, receipt: Receipt) -> object:
+        clock = self._metadata.clock
+        start = clock()
+        try:
+            header, frames = self._store.read(receipt, self._allocate)
+        except StorageError:
+            # Nothing says that the record is bad, and a task would fail: once more, for what passes (an interrupted call, a full
+            # file table).
+            header, frames = self._store.read(receipt, self._allocate)
+        middle = clock()
+        value = self._serializer.loads(header, frames)
+        stop = clock()
+        with self._metadata:
+            totals = self._metadata.totals
+            totals["reading"] += middle - start
+            totals["read"] += receipt.nbytes
+            totals["deserialize"] += stop - middle
+        if self._observer is not None:
+            self._observer("disk-read", middle - start, "seconds")
+            self._observer("disk-read", 1, "count")
+            self._observer("disk-read", receipt.nbytes, "bytes")
+            self._observer("deserialize", stop - middle, "seconds")
+        return value
+
+    def _fail(self, pid: int, error: BaseException) -> None:
+        with self._metadata as state:
+            slot = self._metadata.slots[pid]
+            if self._metadata.closed and not isinstance(error, ManagerClosed):
+                error = ManagerClosed(f"the store was closed while {slot.key!r} was read: {error}")
+            lost = isinstance(error, DataLostError)
+            future, slot.restoring = slot.restoring, None
+            assert future is not None
+            if lost:
+                slot.lost = f"the value of {slot.key!r} is lost: {error}"
+                error = DataLostError(slot.lost, slot.key)
+            state.fail_restore(pid, lost=lost)
+        if lost:
+            logger.error("%s", error)
+        future.set_exception(error)

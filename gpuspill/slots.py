@@ -1,0 +1,99 @@
+"""The table of values: what the manager keeps of each proxy besides the core's entry."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from concurrent.futures import Future
+from sys import getrefcount
+from typing import Any
+
+from gpuspill.core.ledger import Entry
+from gpuspill.storage.base import Receipt
+
+__all__ = ["Slot", "Slots"]
+
+#: After so many refusals a value that somebody else holds is evicted all the same, if a weak reference can keep its identity.
+_PATIENCE = 3
+
+
+class Slot:
+    """One value, wherever it is.
+
+    Attributes
+    ----------
+    key
+        One key it was stored under, for messages.
+    value
+        The value while it is in memory, else None.
+    kind
+        Its type.
+    sizeof
+        Its size as the caller gave it, in bytes, uncorrected.
+    receipt
+        Its record, if there is one.
+    restoring
+        The future of a restore in flight: single flight.
+    ghost
+        Weak reference to a value that was evicted while somebody held it.
+    refusals
+        How often it was found held when it should have been evicted.
+    lost
+        Why it is lost, if it is.
+    """
+
+    __slots__ = ("ghost", "key", "kind", "lost", "receipt", "refusals", "restoring", "sizeof", "value")
+
+    def __init__(self, key: Hashable, value: object, sizeof: int) -> None:
+        self.key = key
+        self.value = value
+        self.kind: type = type(value)
+        self.sizeof = sizeof
+        self.receipt: Receipt | None = None
+        self.restoring: Future[Any] | None = None
+        self.ghost: weakref.ref[Any] | None = None
+        self.refusals = 0
+        self.lost: str | None = None
+
+
+class Slots(dict[int, Slot]):
+    """Slots by proxy, and proxies by the identity of values in memory. Guarded by the metadata lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_id: dict[int, int] = {}
+        # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
+        slot = Slot(None, object(), 0)
+        self._unheld = getrefcount(slot.value)
+
+    def attach(self, pid: int, value: object) -> None:
+        """Put a restored value in its slot."""
+        slot = self[pid]
+        slot.value, slot.restoring, slot.ghost, slot.refusals = value, None, None, 0
+        self.by_id[id(value)] = pid
+
+    def detach(self, pid: int, entry: Entry | None) -> object:
+        """Take the value out of its slot. `entry` is None if the proxy is forgotten."""
+        slot = self[pid]
+        if slot.refusals and entry is not None and _weakly_referable(slot.value):
+            slot.ghost = weakref.ref(slot.value)
+        self.by_id.pop(id(slot.value), None)
+        value, slot.value = slot.value, None
+        return value
+
+    def held(self, pid: int) -> bool:
+        """Whether somebody besides the slot refers to a value, so that evicting it would free nothing.
+
+        Works for every type, also those that cannot be weakly referenced, and for views: they refer to what they view. A value that
+        refers to itself looks held for ever; after a few refusals it is evicted all the same if a weak reference can preserve
+        its identity for those who do hold it.
+        """
+        slot = self.get(pid)
+        if slot is None or getrefcount(slot.value) <= self._unheld:
+            return False
+        slot.refusals += 1
+        return slot.refusals <= _PATIENCE or not _weakly_referable(slot.value)
+
+
+def _weakly_referable(value: object) -> bool:
+    return type(value).__weakrefoffset__ != 0

@@ -1,0 +1,166 @@
+"""Writing values to disk in the background: one unit of work at a time, as the core decides."""
+
+from __future__ import annotations
+
+import logging
+
+from gpuspill.core.sizes import SizeModel
+from gpuspill.metadata import Metadata
+from gpuspill.observer import Observer
+from gpuspill.serialization import Serializer
+from gpuspill.storage.base import Store
+
+__all__ = ["Spiller"]
+
+logger = logging.getLogger("gpuspill")
+
+#: Seconds between two attempts to evict what could not be evicted: first, and at most.
+_BACKOFF = (0.01, 0.2)
+
+
+class Spiller:
+    """Spills on behalf of a manager.
+
+    Parameters
+    ----------
+    metadata, store, serializer
+        The manager's.
+    sizes
+        Learns from serialised sizes.
+    observer
+        Told about I/O.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        store: Store,
+        serializer: Serializer,
+        sizes: SizeModel,
+        *,
+        observer: Observer | None,
+    ) -> None:
+        self._metadata = metadata
+        self._store = store
+        self._serializer = serializer
+        self._sizes = sizes
+        self._observer = observer
+        self._pause = _BACKOFF[0]
+        self._retry_at = 0.0
+        self._logged: set[str] = set()
+
+    def step(self) -> float | None:
+        """Do one unit of work, on a spill thread.
+
+        Returns
+        -------
+        float or None
+            None after some work; else the seconds after which there may be some (infinity: when woken).
+        """
+        metadata = self._metadata
+        with metadata as state:
+            if metadata.closed:
+                return float("inf")
+            now = metadata.clock()
+            stuck = state.set_aside and state.memory.over()
+            if stuck and now >= self._retry_at:
+                state.retry()
+            pid = state.next_spill()
+            pause = float("inf")
+            if pid is not None:
+                self._pause = _BACKOFF[0]
+            elif state.set_aside and state.memory.over():
+                if now >= self._retry_at:
+                    self._retry_at = now + self._pause
+                    self._pause = min(2 * self._pause, _BACKOFF[1])
+                pause = max(self._retry_at - now, 0.001)
+        if pid is None:
+            return pause
+        self._spill(pid)
+        return None
+
+    def _spill(self, pid: int) -> None:
+        """Write a value whose spill was begun. Blocks; never raises."""
+        metadata = self._metadata
+        clock = metadata.clock
+        slot = metadata.slots[pid]
+        value = slot.value  # stays: nothing may drop the source of a move
+        start = clock()
+        try:
+            header, frames = self._serializer.dumps(value)
+            raw = len(header) + sum(memoryview(frame).nbytes for frame in frames)
+        except Exception as error:
+            self._fail(pid, error, forever=not isinstance(error, MemoryError | OSError))
+            return
+        middle = clock()
+        with metadata as state:
+            corrected = self._sizes.learn(slot.kind, slot.sizeof, raw)
+            if corrected is not None:
+                state.correct_size(pid, corrected)
+            allowed = state.reserve_record(pid, raw)
+        # On leaving the block the records that were given up for this one have been deleted.
+        if not allowed:
+            del value, frames
+            self._log_once(
+                "quota",
+                "the disk limit of %s bytes (distributed.worker.memory.max-spill) is used up; values stay in memory",
+                metadata.state.disk.limit,
+            )
+            self._fail(pid, None, forever=False)
+            return
+        try:
+            receipt = self._store.write(header, frames)
+        except Exception as error:
+            del value, frames
+            self._fail(pid, error, forever=not isinstance(error, OSError | MemoryError))
+            return
+        # The frames alias the value; with them alive it would look held by somebody.
+        del value, frames
+        stop = clock()
+        with metadata as state:
+            slot.receipt = receipt
+            totals = metadata.totals
+            totals["serialize"] += middle - start
+            totals["write"] += stop - middle
+            totals["written"] += receipt.nbytes
+            totals["raw"] += raw
+            self._logged.discard("quota")
+            state.complete_spill(pid, receipt.nbytes)
+        if self._observer is not None:
+            self._observer("serialize", middle - start, "seconds")
+            self._observer("disk-write", stop - middle, "seconds")
+            self._observer("disk-write", 1, "count")
+            self._observer("disk-write", receipt.nbytes, "bytes")
+
+    def _fail(self, pid: int, error: Exception | None, *, forever: bool) -> None:
+        slot = self._metadata.slots[pid]
+        if error is not None and forever:
+            self._log_once(
+                f"unspillable {slot.kind}",
+                "cannot serialise the value of %r (%s.%s), it stays in memory; "
+                "further values of this type are not reported: %s: %s",
+                slot.key,
+                slot.kind.__module__,
+                slot.kind.__qualname__,
+                type(error).__name__,
+                error,
+            )
+        elif error is not None:
+            self._log_once(
+                f"storage {type(error).__name__} {getattr(error, 'errno', None)}",
+                "could not spill %r, it stays in memory and is tried again: %s",
+                slot.key,
+                error,
+            )
+        if error is not None:
+            # The traceback refers to the frames of the failed call, and these to the value, which would look held.
+            error.__traceback__ = None
+        with self._metadata as state:
+            state.fail_spill(pid, forever=forever)
+
+    def _log_once(self, what: str, message: str, *args: object) -> None:
+        with self._metadata:
+            if what in self._logged:
+                return
+            self._logged.add(what)
+        logger.warning(message, *args)
