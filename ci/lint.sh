@@ -15,6 +15,6 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
-check mypy --strict ci/contracts.py
+check mypy --strict ci/*.py ci/suite/s*.py
 check lint-imports --no-logo
 exit $status
