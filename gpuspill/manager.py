@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Literal
 
 from gpuspill.admission import Admission
@@ -261,7 +263,7 @@ class ProxifyManager:
                 return result
             admission = self._promise(found, {}, 0, Kind.TRANSFER)
         result.add_done_callback(lambda _: admission.release())
-        admission.add_done_callback(lambda: self._gather(admission, result))
+        admission.add_done_callback(partial(copy_context().run, self._gather, admission, result))
         return result
 
     def _gather(self, admission: Admission, result: Future[dict[Hashable, Any]]) -> None:
@@ -410,7 +412,7 @@ class ProxifyManager:
         that nobody needs.
         """
         result: Future[dict[Hashable, Any]] = Future()
-        admission.add_done_callback(lambda: self._gather(admission, result))
+        admission.add_done_callback(partial(copy_context().run, self._gather, admission, result))
         return result
 
     def _settle_inputs(self, admission: Admission) -> None:
