@@ -605,6 +605,7 @@ class ProxifyManager:
             state.memory.limit = None
             state.retry()
         self._engine.close()
+        self._metadata.engine = None  # breaks the only cycle: values go with the manager, not with the next collection
         self._store.close()
 
     def _observe_hit(self, nbytes: int) -> None:
