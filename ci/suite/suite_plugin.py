@@ -58,8 +58,9 @@ def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
     if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
         return report.longrepr[2][:300]
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = report.longreprtext if crash is None else str(crash.message)
-    return text.strip()[:300]
+    if crash is None:  # only a traceback: what matters is at its end
+        return report.longreprtext.strip()[-300:]
+    return str(crash.message).strip()[:300]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,6 +27,8 @@ from typing import ClassVar
 
 import psutil
 
+from gpuspill.storage.directory import PREFIX
+
 __all__ = [
     "Check",
     "DescriptorCheck",
@@ -167,7 +169,7 @@ class SpillFileCheck(Check):
     def __init__(
         self,
         roots: Callable[[], Iterable[str | os.PathLike[str]]],
-        names: Sequence[str] = ("gpuspill-*",),
+        names: Sequence[str] = (f"{PREFIX}*",),
     ) -> None:
         self._roots = roots
         self._names = tuple(names)
@@ -194,9 +196,7 @@ class SpillFileCheck(Check):
         return f"{item} ({len(content)} entries: {', '.join(content[:5])})"
 
 
-def find_leaks(
-    before: Mapping[Check, frozenset[Hashable]], grace: float
-) -> dict[Check, list[Hashable]]:
+def find_leaks(before: Mapping[Check, frozenset[Hashable]], grace: float) -> dict[Check, list[Hashable]]:
     """Return what is there now and was not before.
 
     Parameters
