@@ -93,8 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line(
         "markers",
-        "leaking(*kinds, reason): may leave behind these kinds of things "
-        f"({', '.join(sorted(_KINDS))})",
+        f"leaking(*kinds, reason): may leave behind these kinds of things ({', '.join(sorted(_KINDS))})",
     )
     config.stash[_scratch] = _Scratch()
 
