@@ -255,15 +255,15 @@ def decode_record(
     found = hasher.intdigest()
     if checksum is None:
         checksum = written
-    if found != checksum:
+    if not found == written == checksum:
         what = (
             "an intact record, but another one than was written"
             if found == written
             else "bytes changed since they were written"
         )
-        raise RecordCorrupt(f"{where}: checksum {found:016x}, not {checksum:016x}: {what}")
+        raise RecordCorrupt(f"{where}: checksum {found:016x}, expected {checksum:016x}: {what}")
     # From here on only a record made by something else, or a fault in this module, can fail.
-    if found != written or magic != _MAGIC or version != _VERSION:
+    if magic != _MAGIC or version != _VERSION:
         raise RecordCorrupt(f"{where}: not a record of version {_VERSION} (magic {magic!r}, version {version})")
     names_at = 17 * n_frames
     header_at = names_at + names_nbytes
@@ -273,7 +273,7 @@ def decode_record(
             f"{stored_nbytes} + {header_at + header_nbytes + _TAIL.size}"
         )
     lengths = struct.unpack_from(f"<{2 * n_frames}Q", footer)
-    names = [None, *bytes(footer[names_at:header_at]).decode().split("\0")]
+    names = [None, *bytes(footer[names_at:header_at]).decode(errors="backslashreplace").split("\0")]
     header = bytes(footer[header_at : header_at + header_nbytes])
 
     frames: list[StoredFrame] = []
