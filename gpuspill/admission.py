@@ -107,8 +107,7 @@ class Admission:
         return event.wait(timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once granted or released: now, in this thread, if it is; else in the
-        thread that makes room.
+        """Call `callback` once granted or released: now, in this thread, if it is; else in the thread that makes room.
 
         The callback must not block and must not raise.
         """

@@ -1,5 +1,4 @@
-"""Every option of gpuspill: its name, default, unit, meaning and parser. A default stands here and
-nowhere else.
+"""Every option of gpuspill: its name, default, unit, meaning and parser. A default stands here and nowhere else.
 
 An option comes from a keyword (``gpuspill.data(host_limit="2 GiB")``), else from dask's
 configuration (``gpuspill.host-limit`` in YAML, ``DASK_GPUSPILL__HOST_LIMIT`` in the environment),

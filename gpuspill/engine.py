@@ -142,7 +142,10 @@ class Engine:
             del work  # or its values would live until the next one comes
 
     def close(self) -> None:
-        """Stop all threads and wait for what they are doing. Idempotent; must not be called from one of them or with a lock held."""
+        """Stop all threads and wait for what they are doing.
+
+        Idempotent; must not be called from one of them or with a lock held.
+        """
         with self._condition:
             if self._closed:
                 return

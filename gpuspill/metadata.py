@@ -3,9 +3,10 @@
 >>> with metadata as state:
 ...     state.remove(key)
 
-holds the lock for the block. On leaving, what the core decided is collected under the lock and done after it: values let go, records deleted, those
-who wait told, spill threads woken. The lock is held for microseconds: never during I/O, (de)serialisation, a callback, or the destruction of a value. It is
-re-entrant only because the garbage collector may run somebody's finaliser, which may read the store, in the middle of a block.
+holds the lock for the block. On leaving, what the core decided is collected under the lock and done after it: values
+let go, records deleted, those who wait told, spill threads woken. The lock is held for microseconds: never during I/O,
+(de)serialisation, a callback, or the destruction of a value. It is re-entrant only because the garbage collector may
+run somebody's finaliser, which may read the store, in the middle of a block.
 """
 
 from __future__ import annotations

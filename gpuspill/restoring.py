@@ -1,6 +1,7 @@
 """Bringing values back: once, however many threads want them.
 
-The first thread that wants a spilled value reads it, in its own time; the others wait for its future and get the same object.
+The first thread that wants a spilled value reads it, in its own time; the others wait for its future and get the same
+object.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ class Restorer:
         try:
             header, frames = self._store.read(receipt, self._allocate)
         except StorageError:
-            # Nothing says that the record is bad, and a task would fail: once more, for what passes (an interrupted call, a full
-            # file table).
+            # Nothing says that the record is bad, and a task would fail: once more, for what passes (an interrupted
+            # call, a full file table).
             header, frames = self._store.read(receipt, self._allocate)
         middle = clock()
         value = self._serializer.loads(header, frames)

@@ -1,5 +1,4 @@
-"""Values to bytes and back: the port that the manager uses, and an implementation that needs
-nothing but Python.
+"""Values to bytes and back: the port that the manager uses, and an implementation that needs nothing but Python.
 
 The worker integration brings its own, over dask's serialisation families
 (:mod:`gpuspill.distributed.serialization`); this one serves the manager outside a worker, and

@@ -13,7 +13,8 @@ from gpuspill.storage.base import Receipt
 
 __all__ = ["Slot", "Slots"]
 
-#: After so many refusals a value that somebody else holds is evicted all the same, if a weak reference can keep its identity.
+#: After so many refusals a value that somebody else holds is evicted all the same, if a weak reference can keep its
+#: identity.
 _PATIENCE = 3
 
 
@@ -84,9 +85,9 @@ class Slots(dict[int, Slot]):
     def held(self, pid: int) -> bool:
         """Whether somebody besides the slot refers to a value, so that evicting it would free nothing.
 
-        Works for every type, also those that cannot be weakly referenced, and for views: they refer to what they view. A value that
-        refers to itself looks held for ever; after a few refusals it is evicted all the same if a weak reference can preserve
-        its identity for those who do hold it.
+        Works for every type, also those that cannot be weakly referenced, and for views: they refer to what they view.
+        A value that refers to itself looks held for ever; after a few refusals it is evicted all the same if a weak
+        reference can preserve its identity for those who do hold it.
         """
         slot = self.get(pid)
         if slot is None or getrefcount(slot.value) <= self._unheld:

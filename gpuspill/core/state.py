@@ -258,8 +258,7 @@ class SpillState:
         return None
 
     def reserve_record(self, pid: int, nbytes: int) -> bool:
-        """The record of a spill in flight will take `nbytes` on disk. Returns False if the quota
-        forbids it.
+        """The record of a spill in flight will take `nbytes` on disk. Returns False if the quota forbids it.
 
         Records of values that are in memory as well are redundant and are given up first.
         """
@@ -341,8 +340,7 @@ class SpillState:
         self._balance()
 
     def retry(self, count: int = 1000) -> None:
-        """Consider again what was set aside: the outside world may have let go of it, or the disk
-        may have room.
+        """Consider again what was set aside: the outside world may have let go of it, or the disk may have room.
 
         Parameters
         ----------
@@ -364,8 +362,7 @@ class SpillState:
     # -- restoring ---------------------------------------------------------------------------------
 
     def begin_restore(self, pid: int, reservation: Reservation | None = None) -> None:
-        """The caller is going to read the record of a spilled value; its bytes are charged from now
-        on.
+        """The caller is going to read the record of a spilled value; its bytes are charged from now on.
 
         With a reservation the bytes come out of that promise.
         """
@@ -452,8 +449,7 @@ class SpillState:
     # -- admission ---------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, kind: Kind) -> Reservation:
-        """Ask for room. The reservation is granted now, or appears in :attr:`Effects.granted`
-        later.
+        """Ask for room. The reservation is granted now, or appears in :attr:`Effects.granted` later.
 
         It waits only while something can still make room: a spill in flight, or a candidate that
         was not tried yet. When neither is left it is granted all the same and counted as an
@@ -595,8 +591,7 @@ class SpillState:
         return True
 
     def _balance(self, extra: int = 0) -> None:
-        """Drop clean values that come first in the order while room is needed, then serve those who
-        wait.
+        """Drop clean values that come first in the order while room is needed, then serve those who wait.
 
         Values that need a write are left to :meth:`next_spill`.
         """
