@@ -1,0 +1,72 @@
+"""Spilling for Dask workers (device, host, disk) that never stops the worker.
+
+Public names only. They are loaded when first used, so that importing :mod:`gpuspill` costs next to nothing and needs
+neither a GPU library nor a running event loop.
+
+This module is also the preload: ``dask worker ... --preload gpuspill``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from gpuspill.errors import ConfigError, DataLostError, GpuspillError
+
+if TYPE_CHECKING:
+    from distributed import Worker as _Worker
+
+    from gpuspill.config import Settings
+    from gpuspill.distributed import Nanny, SpillPlugin, Worker, data, statistics
+
+__all__ = [
+    "ConfigError",
+    "DataLostError",
+    "GpuspillError",
+    "Nanny",
+    "Settings",
+    "SpillPlugin",
+    "Worker",
+    "__version__",
+    "dask_setup",
+    "data",
+    "statistics",
+]
+
+try:
+    __version__ = version("gpuspill")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+#: Where each public name lives.
+_HOMES = {
+    "Nanny": "gpuspill.distributed",
+    "Settings": "gpuspill.config",
+    "SpillPlugin": "gpuspill.distributed",
+    "Worker": "gpuspill.distributed",
+    "data": "gpuspill.distributed",
+    "statistics": "gpuspill.distributed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def dask_setup(worker: _Worker) -> None:
+    """Attach to `worker`; called by distributed's preload machinery.
+
+    A plain function and not a click command: preloads all get the same arguments, and those of other preloads (dask-cuda passes one) would be
+    unknown options here.
+    """
+    from gpuspill.distributed import attach
+
+    attach(worker)
