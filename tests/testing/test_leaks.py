@@ -42,9 +42,7 @@ def open_descriptor() -> Iterator[None]:
 
 @contextmanager
 def child_process() -> Iterator[None]:
-    with subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-    ):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL):
         yield
 
 
@@ -151,9 +149,7 @@ LEAKS = {
 
 
 @pytest.fixture
-def outcome(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], pytest.RunResult]:
+def outcome(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], pytest.RunResult]:
     """Run one test module in a process of its own, which takes what it leaks with it."""
     monkeypatch.setenv("PYTHONPATH", str(Path(gpuspill.testing.__file__).parents[2]))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -237,9 +233,7 @@ def test_leaking_allows_the_kinds_named(outcome: Callable[[str], pytest.RunResul
 
 
 @pytest.mark.parametrize("arguments", ['"descriptors"', '"files", reason="on purpose"', ""])
-def test_leaking_wants_known_kinds_and_a_reason(
-    arguments: str, outcome: Callable[[str], pytest.RunResult]
-) -> None:
+def test_leaking_wants_known_kinds_and_a_reason(arguments: str, outcome: Callable[[str], pytest.RunResult]) -> None:
     result = outcome(f"import pytest\n@pytest.mark.leaking({arguments})\ndef test_it(): pass")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*the marker 'leaking' takes kinds out of*"])
@@ -268,9 +262,7 @@ def test_temporary_files_go_to_a_directory_that_ends_with_the_run(
 def test_a_test_for_a_device_is_skipped_with_the_reason(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "gpuspill.testing.pytest_plugin.missing_device", lambda: "no CUDA driver: made up"
-    )
+    monkeypatch.setattr("gpuspill.testing.pytest_plugin.missing_device", lambda: "no CUDA driver: made up")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(
         """
