@@ -29,7 +29,7 @@ from gpuspill.restoring import Restorer
 from gpuspill.serialization import Serializer
 from gpuspill.slots import Slot
 from gpuspill.spilling import Spiller
-from gpuspill.statistics import Statistics
+from gpuspill.snapshot import Statistics
 from gpuspill.storage.base import Receipt, Store
 
 __all__ = ["ProxifyManager"]
