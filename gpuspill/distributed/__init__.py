@@ -1,0 +1,26 @@
+"""The integration with distributed: the only package that imports it.
+
+=============================================  ======================================================
+:mod:`~gpuspill.distributed.attachment`        switching it on: the one thing behind all ways
+:mod:`~gpuspill.distributed.mapping`           ``Worker.data``
+:mod:`~gpuspill.distributed.worker`            what is overridden in the worker
+:mod:`~gpuspill.distributed.internals`         what is read and changed inside of the worker
+:mod:`~gpuspill.distributed.jobs`              a task on its way to its inputs
+:mod:`~gpuspill.distributed.hints`             what the worker's tasks tell about the future
+:mod:`~gpuspill.distributed.memory`            memory settings, and following the process's memory
+:mod:`~gpuspill.distributed.serialization`     values to bytes, as dask does it
+:mod:`~gpuspill.distributed.adopt`             values that distributed has spilled before
+:mod:`~gpuspill.distributed.metrics`           the numbers, and where they are shown
+:mod:`~gpuspill.distributed.plugin`            the plugin for running clusters
+:mod:`~gpuspill.distributed.factory`           putting a store together
+=============================================  ======================================================
+"""
+
+from __future__ import annotations
+
+from gpuspill.distributed.attachment import attach, data
+from gpuspill.distributed.metrics import statistics
+from gpuspill.distributed.plugin import SpillPlugin
+from gpuspill.distributed.worker import Nanny, Worker
+
+__all__ = ["Nanny", "SpillPlugin", "Worker", "attach", "data", "statistics"]

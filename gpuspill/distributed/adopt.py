@@ -1,0 +1,106 @@
+"""Taking over what distributed's ``SpillBuffer`` has spilled, without reading it.
+
+When gpuspill is attached to a running worker, some of its values may be in files that ``SpillBuffer`` wrote.
+They stay there: the manager gets a receipt for each, and the store knows whom to ask for the bytes. A value
+that is read once and spilled again is still in its old file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from gpuspill.distributed.metrics import Metrics
+from gpuspill.distributed.serialization import FOREIGN_HEADER
+from gpuspill.errors import RecordLost
+from gpuspill.storage.base import Allocate, Receipt, Store
+from gpuspill.storage.wrappers import WrapperStore
+
+__all__ = ["AdoptingStore", "ForeignReceipt"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignReceipt(Receipt):
+    """The handle of a file that somebody else wrote.
+
+    Parameters
+    ----------
+    key
+        The key by which `files` knows it.
+    files
+        Mapping of keys to the bytes in the file.
+    """
+
+    key: Hashable
+    files: MutableMapping[Any, Any]
+
+
+class AdoptingStore(WrapperStore):
+    """A store that also reads and deletes the files of a ``SpillBuffer``; everything else goes to the store it wraps.
+
+    Parameters
+    ----------
+    store
+        Where records are written.
+    metrics
+        Told about reads of adopted files; the store below tells about its own.
+    """
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        super().__init__(store)
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._foreign: set[ForeignReceipt] = set()
+
+    def adopt(self, files: MutableMapping[Any, Any], key: Hashable, nbytes: int) -> ForeignReceipt:
+        """Return a receipt for the file of `key`, which takes `nbytes` bytes on disk. No I/O."""
+        receipt = ForeignReceipt(0, nbytes, nbytes, nbytes, 0, key, files)
+        with self._lock:
+            self._foreign.add(receipt)
+        return receipt
+
+    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+        """Return a record; an adopted file comes back whole, as the only frame.
+
+        Raises
+        ------
+        RecordLost
+            The file is gone. Unlike records it has no checksum, so damage shows only if it cannot be deserialised.
+        """
+        if not isinstance(receipt, ForeignReceipt):
+            return self.store.read(receipt, allocate)
+        start = perf_counter()
+        try:
+            blob = receipt.files[receipt.key]
+        except (KeyError, FileNotFoundError) as error:
+            raise RecordLost(
+                f"the file that SpillBuffer wrote for {receipt.key!r} is gone: {error}", receipt.key
+            ) from error
+        self._metrics("disk-read", perf_counter() - start, "seconds")
+        self._metrics("disk-read", 1, "count")
+        self._metrics("disk-read", len(blob), "bytes")
+        return FOREIGN_HEADER, [memoryview(blob)]
+
+    def delete(self, receipt: Receipt) -> None:
+        """Delete a record or an adopted file."""
+        if not isinstance(receipt, ForeignReceipt):
+            self.store.delete(receipt)
+            return
+        with self._lock:
+            if receipt not in self._foreign:
+                return
+            self._foreign.discard(receipt)
+        with suppress(KeyError, OSError):  # gone already; the directory goes with the worker's
+            del receipt.files[receipt.key]
+
+    def close(self) -> None:
+        """Close the store below and delete what was adopted."""
+        self.store.close()
+        with self._lock:
+            left = list(self._foreign)
+        for receipt in left:
+            self.delete(receipt)

@@ -1,0 +1,312 @@
+"""Attaching gpuspill to a worker: the one thing behind all ways of switching it on.
+
+``data=gpuspill.data(...)``, ``--preload gpuspill``, ``gpuspill.Worker`` and
+:class:`~gpuspill.distributed.plugin.SpillPlugin` all end in :func:`attach`, which may be called any number of
+times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from distributed.spill import SpillBuffer
+from tornado.ioloop import IOLoop
+
+from gpuspill.admission import Admission
+from gpuspill.config import Settings
+from gpuspill.distributed import internals
+from gpuspill.distributed.factory import build_store
+from gpuspill.distributed.hints import Hints
+from gpuspill.distributed.jobs import Job, OutputSizes
+from gpuspill.distributed.mapping import SpillStore
+from gpuspill.distributed.memory import MemoryFollower
+from gpuspill.distributed.metrics import heartbeat
+from gpuspill.distributed.worker import spilling_class
+from gpuspill.errors import ConfigError, DataLostError
+from gpuspill.storage.directory import sweep_leftovers
+
+__all__ = ["Attachment", "attach", "data"]
+
+logger = logging.getLogger("gpuspill")
+
+#: Settings that are built into a store; the others can be changed later.
+_FIXED = (
+    "spill_directory",
+    "compression",
+    "spill_threads",
+    "restore_threads",
+    "clean_copies",
+    "buffer_pool",
+    "storage_delay",
+)
+
+
+class Attachment:
+    """What a worker's hooks ask before they do anything: whether there is something to do.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    store
+        Its data.
+    settings
+        Options.
+
+    Attributes
+    ----------
+    store
+        As given.
+    sizes
+        What the worker's tasks return, by prefix of their keys.
+
+    Notes ----- Used on the event loop. While everything is in memory and memory is at most half full it costs a
+    comparison or two.
+    """
+
+    def __init__(self, worker: Any, store: SpillStore, settings: Settings) -> None:
+        self._worker = worker
+        self.store = store
+        self.sizes = OutputSizes()
+        self._threads = max(1, worker.state.nthreads)
+        self._loop = IOLoop.current()
+        self.thresholds = internals.thresholds(worker, settings)
+        self.follower = MemoryFollower(
+            self.thresholds,
+            process_memory=partial(internals.process_memory, worker),
+            accounted=self._accounted,
+            set_offset=store.set_offset,
+            evicted=self._evicted,
+            in_background=self.in_background,
+            pool=store.pool,
+        )
+        self.hints = Hints(
+            store.manager,
+            inputs=partial(internals.next_use, worker),
+            upcoming=partial(internals.upcoming, worker),
+            depth=settings.prefetch,
+            soon=self._loop.add_callback,
+            on_close=self.close,
+        )
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Apply options, as far as they can be changed."""
+        self.settings = settings
+        self.thresholds = self.follower.thresholds = internals.thresholds(self._worker, settings)
+        self.hints.depth = settings.prefetch
+        limit = self.thresholds.limit
+        self._at_ease_below = float("inf") if limit is None else limit // 2
+        self.store.manager.set_limit(limit, internals.max_spill(self._worker, settings))
+
+    # -- questions of the hooks ------------------------------------------------------------------
+
+    def at_ease(self, keys: Collection[Hashable], extra: int = 0) -> bool:
+        """Whether `keys`, as far as they are here, are in memory and stay there although `extra` bytes arrive."""
+        manager = self.store.manager
+        if manager.memory_total() + extra >= self._at_ease_below:
+            return False
+        try:
+            return all(map(manager.is_resident, keys))
+        except KeyError:
+            return all(manager.is_resident(key) for key in keys if key in manager)
+
+    def admit(self, key: Hashable, prefix: str, inputs: Collection[Hashable]) -> Job | None:
+        """Pin the inputs of a task and reserve room; None if it can simply run."""
+        expected = self.sizes.expected(prefix)
+        # Each thread may be running a task of this kind about which nothing was noted.
+        if self.at_ease(inputs, self._threads * expected):
+            return None
+        try:
+            admission = self.store.manager.admit(key, inputs, expected)
+        except KeyError:
+            return None  # released while the task was being cancelled; distributed finds out by itself
+        return Job(self.store.manager, admission, wait=self.settings.admission)
+
+    def expect(self, incoming: Mapping[Hashable, int]) -> Admission | None:
+        """Reserve room for a transfer: sizes in bytes by key. None if it can simply come."""
+        nbytes = sum(incoming.values())
+        if not self.settings.admission or self.at_ease((), self._threads * nbytes):
+            return None
+        return self.store.manager.reserve(nbytes, outputs=incoming)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def _accounted(self) -> int:
+        statistics = self.store.statistics()
+        return statistics.host_nbytes + statistics.reserved_nbytes
+
+    def _evicted(self) -> int:
+        statistics = self.store.statistics()
+        # What came back must have left before.
+        return statistics.spilled_total_nbytes + statistics.restored_total_nbytes
+
+    def in_background(self, work: Callable[[], object]) -> None:
+        """Run `work` on a thread that has no other duty. RuntimeError if the loop is closed."""
+        asyncio.get_running_loop().run_in_executor(None, work)
+
+    def lost(self, error: DataLostError) -> None:
+        """Somebody who reads by key found that a value is lost. Any thread."""
+        self._loop.add_callback(internals.recover, self._worker, error.key)
+
+    async def close(self) -> None:
+        """Close the store. Idempotent."""
+        await asyncio.to_thread(self.store.close)
+
+
+def attach(worker: Any, **options: object) -> SpillStore:
+    """Make a worker keep its data in a store that spills, and never wait for it on the event loop.
+
+    Parameters
+    ----------
+    worker
+        A ``distributed.Worker``, running or not, in this process. Has to be called on its event loop.
+    **options
+        See :class:`~gpuspill.config.Settings`. On a worker that is attached already they take the place of the
+        options in force, except for those that are built into its store.
+
+    Returns
+    -------
+    SpillStore
+        ``worker.data`` from now on. Values that the worker has are taken over; those that are spilled stay on
+        disk until they are needed.
+
+    Raises
+    ------
+    ConfigError
+        An option cannot be used, or the worker's data is of a kind that cannot be taken over. Nothing was changed.
+
+    Notes
+    -----
+    Does not await, so no task or transfer of the worker comes in between. Does no I/O but to make a directory.
+    """
+    attachment: Attachment | None = getattr(worker, "_gpuspill", None)
+    if attachment is not None:
+        _reconfigure(attachment, options)
+        return attachment.store
+    old = worker.memory_manager.data
+    if isinstance(old, SpillStore):
+        store, settings = old, old.settings
+        if options:
+            settings = Settings.load(**options)
+    else:
+        _check(old)
+        settings = Settings.load(**options)
+        store = build_store(settings, worker.local_directory, name=str(worker.name))
+    attachment = Attachment(worker, store, settings)
+    store.manager.loop_thread = threading.get_ident()
+    store.nbytes_of = partial(internals.known_nbytes, worker)
+    store.on_lost = attachment.lost
+    if store is not old:
+        _take_over(worker, old, store)
+        internals.replace_data(worker, store)
+    for hook, problem in internals.missing_hooks(type(worker)).items():
+        logger.warning(
+            "%s does not fit this version of distributed: %s. Spilled values may block the worker there.", hook, problem
+        )
+    worker._gpuspill = attachment
+    internals.swap_class(worker, spilling_class(worker.__class__))
+    worker.metrics["gpuspill"] = lambda _: heartbeat(store)
+    worker.plugins[attachment.hints.name] = attachment.hints
+    internals.expect_uses(worker, attachment.hints)
+    internals.add_periodic_callback(worker, "gpuspill", attachment.follower.update)
+    with suppress(RuntimeError):  # no loop is running yet
+        attachment.in_background(partial(sweep_leftovers, settings.spill_directory or worker.local_directory))
+    _report(worker, attachment)
+    return store
+
+
+def _check(old: Any) -> None:
+    if old and not isinstance(old, dict | SpillBuffer):
+        raise ConfigError(
+            f"cannot take over the {len(old)} values of {type(old).__module__}.{type(old).__qualname__}, "
+            "the data of this worker: gpuspill knows how to take them from a dict or from distributed's SpillBuffer "
+            "only. Attach it before the worker has data, by data=gpuspill.data() or --preload gpuspill."
+        )
+
+
+def _take_over(worker: Any, old: Any, store: SpillStore) -> None:
+    """Move what `old` holds. Values on disk stay where they are."""
+    if isinstance(old, SpillBuffer):
+        resident, spilled, files = internals.unpack_spill_buffer(old)
+        store.metrics.add(old.cumulative_metrics)
+    else:
+        resident, spilled, files = dict(old), {}, {}
+        if isinstance(old, dict):
+            old.clear()
+    manager = store.manager
+    if spilled:
+        assert store.records is not None
+        for key, (nbytes, disk_nbytes) in spilled.items():
+            manager.adopt(key, nbytes, store.records.adopt(files, key, disk_nbytes))
+    for key in list(resident):
+        store[key] = resident.pop(key)
+    if spilled:
+        logger.info("took over %d spilled values", len(spilled))
+
+
+def _reconfigure(attachment: Attachment, options: Mapping[str, object]) -> None:
+    if not options:
+        return
+    settings = Settings.load(**options)
+    ignored = [name for name in _FIXED if getattr(settings, name) != getattr(attachment.settings, name)]
+    if ignored:
+        logger.warning("cannot change %s of a worker that has data; the rest was changed", ", ".join(ignored))
+    attachment.configure(settings)
+
+
+def _report(worker: Any, attachment: Attachment) -> None:
+    logger.info("attached to worker %s: %s, %s", worker.name, attachment.settings, attachment.thresholds)
+
+
+# -- data= ---------------------------------------------------------------------------------------
+
+
+def data(**options: object) -> tuple[Callable[..., SpillStore], dict[str, Any]]:
+    """Return what to give as ``data=`` to a cluster, nanny or worker: ``LocalCluster(data=gpuspill.data())``.
+
+    Parameters
+    ----------
+    **options
+        See :class:`~gpuspill.config.Settings`; checked here, and read again from the configuration of each
+        worker's process.
+
+    Raises
+    ------
+    ConfigError
+        An option cannot be used.
+
+    Examples
+    --------
+    >>> cluster = LocalCluster(memory_limit="4 GiB", data=gpuspill.data(host_limit="1 GiB"))  # doctest: +SKIP
+    """
+    Settings.load(**options)
+    return create, {"options": options}
+
+
+def create(worker_local_directory: str, options: Mapping[str, object]) -> SpillStore:
+    """Make the store of a worker that is being made, and attach it as soon as the worker exists.
+
+    Called by distributed, which dictates the name of the first parameter.
+    """
+    store = build_store(Settings.load(**options), worker_local_directory)
+    IOLoop.current().add_callback(attach_owner, store)
+    return store
+
+
+def attach_owner(store: SpillStore) -> None:
+    """Attach the store to the worker that it was made for. Does nothing if that has been done."""
+    worker = internals.find_worker(store)
+    if worker is not None:
+        attach(worker)
+        return
+    logger.warning(
+        "no worker uses the store made by gpuspill.data(). If a worker does that could not be found, its data will "
+        "never be spilled; call gpuspill.attach(worker) on its event loop."
+    )

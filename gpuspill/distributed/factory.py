@@ -1,0 +1,80 @@
+"""From options to a working store: the one place where its parts are put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.config
+from distributed.protocol.compression import compressions
+from distributed.sizeof import safe_sizeof
+
+from gpuspill.buffers import BufferPool
+from gpuspill.config import Settings
+from gpuspill.distributed.adopt import AdoptingStore
+from gpuspill.distributed.mapping import SpillStore
+from gpuspill.distributed.metrics import Metrics
+from gpuspill.distributed.serialization import DaskSerializer
+from gpuspill.manager import ProxifyManager
+from gpuspill.storage.base import Store
+from gpuspill.storage.codecs import CodecChooser
+from gpuspill.storage.files import FileStore
+from gpuspill.storage.wrappers import DelayedStore
+
+__all__ = ["build_store"]
+
+
+def build_store(settings: Settings, directory: str, *, name: str = "0") -> SpillStore:
+    """Return a store without limits; whoever knows the worker sets them before the first value arrives.
+
+    Parameters
+    ----------
+    settings
+        Options.
+    directory
+        The worker's local directory; records go below it unless the settings say otherwise.
+    name
+        Part of the names of its threads.
+
+    Raises
+    ------
+    ConfigError
+        The compression is unknown or not installed.
+    StorageError
+        The directory cannot be written to.
+    """
+    metrics = Metrics()
+    files: Store = FileStore(
+        settings.spill_directory or directory,
+        codecs=CodecChooser(_compression(settings), compressions),
+        metrics=metrics,
+        sweep=False,  # takes as long as there are leftovers; attaching does it in the background
+    )
+    if settings.storage_delay:
+        files = DelayedStore(files, settings.storage_delay)
+    pool = BufferPool(settings.buffer_pool)
+
+    def observe(label: str, value: float, unit: str, /) -> None:
+        # The file store tells of disk I/O itself, without the time in codecs and checksums.
+        if not label.startswith("disk-"):
+            metrics(label, value, unit)
+
+    records = AdoptingStore(files, metrics)
+    manager = ProxifyManager(
+        limit=None,
+        store=records,
+        serializer=DaskSerializer(),
+        sizeof=safe_sizeof,
+        allocate=pool.allocate,
+        observer=observe,
+        keep_clean=settings.clean_copies,
+        spill_threads=settings.spill_threads,
+        restore_threads=settings.restore_threads,
+        name=name,
+    )
+    return SpillStore(manager, metrics, settings=settings, pool=pool, records=records)
+
+
+def _compression(settings: Settings) -> Any:
+    if settings.compression == "auto":
+        return dask.config.get("distributed.worker.memory.spill-compression")
+    return settings.compression

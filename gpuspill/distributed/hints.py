@@ -1,0 +1,125 @@
+"""What the worker's own tasks tell about the future: who reads what next.
+
+A worker knows the inputs and the priorities of the tasks it was given. That is enough to evict first what is
+needed last, and to read ahead what the next tasks need while the current ones compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from typing import Any
+
+from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.metrics import context_meter
+
+from gpuspill.core.policy import Order
+from gpuspill.manager import ProxifyManager
+
+__all__ = ["Hints", "Upcoming"]
+
+logger = logging.getLogger("gpuspill")
+
+#: ``upcoming(n)``: inputs of the `n` tasks that run next, in order.
+Upcoming = Callable[[int], Iterable[Iterable[Hashable]]]
+
+_BEGINS = frozenset({"waiting"})
+_COMES_CLOSE = frozenset({"ready", "constrained", "executing"})
+_ENDS = frozenset({"memory", "error", "released", "rescheduled", "forgotten", "cancelled"})
+
+
+class Hints(WorkerPlugin):
+    """Listens to the transitions of tasks.
+
+    Parameters
+    ----------
+    manager
+        Is told.
+    inputs
+        ``inputs(key)``: priority and inputs of a task, or None if it has no inputs or is not known.
+    upcoming
+        See :data:`Upcoming`.
+    depth
+        How many of the next tasks to read ahead for; 0 for none.
+    soon
+        Calls a function on the event loop, soon.
+    on_close
+        Awaited when the worker is being closed.
+
+    Notes
+    -----
+    On the event loop. distributed swallows what plugins raise, so this logs it itself, once.
+    """
+
+    name = "gpuspill-hints"
+
+    def __init__(
+        self,
+        manager: ProxifyManager,
+        *,
+        inputs: Callable[[Hashable], tuple[Order, tuple[Hashable, ...]] | None],
+        upcoming: Upcoming,
+        depth: int,
+        soon: Callable[[Callable[[], None]], object],
+        on_close: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._manager = manager
+        self._inputs = inputs
+        self._upcoming = upcoming
+        self.depth = depth
+        self._soon = soon
+        self._on_close = on_close
+        self._expected: dict[Hashable, tuple[Hashable, ...]] = {}
+        self._reading_ahead = False
+        self._failed = False
+
+    def setup(self, worker: Any) -> None:
+        """Do nothing: made and told everything by whoever attaches gpuspill to the worker."""
+
+    async def teardown(self, worker: Any) -> None:
+        """The worker is being closed: its tasks have been cancelled, and soon distributed removes its directory.
+
+        Nobody may still be deleting files in there then.
+        """
+        await self._on_close()
+
+    def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
+        """Note what a task is going to read, or has read."""
+        try:
+            if finish in _BEGINS:
+                self._expect(key)
+            elif finish in _COMES_CLOSE:
+                if self._manager.spilled_count and not self._reading_ahead and self.depth:
+                    self._reading_ahead = True
+                    # Once for all tasks of one message, and not in the context of whichever task is finishing.
+                    self._soon(self._read_ahead)
+            elif finish in _ENDS:
+                self._forget(key)
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                logger.exception("could not follow task %r from %s to %s", key, start, finish)
+
+    def _expect(self, key: Hashable) -> None:
+        self._forget(key)
+        found = self._inputs(key)
+        if found is None:
+            return
+        order, inputs = found
+        self._expected[key] = inputs
+        manager = self._manager
+        for name in inputs:
+            manager.expect_use(name, order, key)
+
+    def _forget(self, key: Hashable) -> None:
+        inputs = self._expected.pop(key, None)
+        if inputs is not None:
+            manager = self._manager
+            for name in inputs:
+                manager.drop_use(name, key)
+
+    def _read_ahead(self) -> None:
+        self._reading_ahead = False
+        with context_meter.clear_callbacks():
+            for inputs in self._upcoming(self.depth):
+                self._manager.prefetch(inputs)

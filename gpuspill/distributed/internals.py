@@ -1,0 +1,328 @@
+"""Reading and steering the inside of a distributed worker.
+
+Together with :mod:`gpuspill.distributed.worker`, which holds what is overridden, this is all that gpuspill knows of
+distributed beyond its documented interface. Every name used here is one that a release of distributed may change;
+``tests/distributed/test_hooks.py`` says which one it was.
+"""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
+from dataclasses import fields
+from time import time
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from distributed import Status
+from distributed import worker_state_machine as wsm
+from distributed.comm.addressing import get_address_host
+from distributed.spill import SpillBuffer
+from tornado.ioloop import PeriodicCallback
+
+from gpuspill.distributed.memory import Thresholds
+from gpuspill.errors import DataLostError
+
+if TYPE_CHECKING:
+    from gpuspill.config import Settings
+    from gpuspill.core.policy import Order
+    from gpuspill.distributed.hints import Hints
+    from gpuspill.distributed.mapping import SpillStore
+
+__all__ = [
+    "add_periodic_callback",
+    "expect_uses",
+    "find_worker",
+    "forget_lost",
+    "inputs_of",
+    "is_busy",
+    "known_nbytes",
+    "max_spill",
+    "missing_hooks",
+    "next_use",
+    "recover",
+    "replace_data",
+    "swap_class",
+    "thresholds",
+    "upcoming",
+]
+
+logger = logging.getLogger("gpuspill")
+
+
+# -- tasks ---------------------------------------------------------------------------------------
+
+
+def inputs_of(worker: Any, ts: Any) -> list[Hashable]:
+    """Return the keys of the inputs of a task; not those of actors, which do not live in the store."""
+    actors = worker.state.actors
+    if actors:
+        return [dep.key for dep in ts.dependencies if dep.key not in actors]
+    return [dep.key for dep in ts.dependencies]
+
+
+def next_use(worker: Any, key: Hashable) -> tuple[Order, tuple[Hashable, ...]] | None:
+    """Return priority and inputs of a task that the worker was given; None if it has no inputs."""
+    ts = worker.state.tasks.get(key)
+    if ts is None or not ts.dependencies or ts.priority is None:
+        return None
+    return ts.priority, tuple(inputs_of(worker, ts))
+
+
+def upcoming(worker: Any, count: int) -> Iterator[Iterable[Hashable]]:
+    """Yield the inputs of the `count` tasks that run next, in the order of their priorities.
+
+    Walks down from the top of the heap of ready tasks: ``HeapSet.peekn`` sorts all of it, which takes
+    milliseconds for thousands of tasks.
+    """
+    ready = worker.state.ready
+    heap = ready._heap
+    frontier = [(heap[0], 0)] if heap else []
+    while frontier and count > 0:
+        (_, _, ref), index = heapq.heappop(frontier)
+        ts = ref()
+        if ts is not None and ts in ready:
+            count -= 1
+            yield inputs_of(worker, ts)
+        for child in (2 * index + 1, 2 * index + 2):
+            if child < len(heap):
+                heapq.heappush(frontier, (heap[child], child))
+
+
+def known_nbytes(worker: Any, key: Hashable) -> int | None:
+    """Return the size of a value that is about to be stored, in bytes.
+
+    The worker knows it from the task's thread, or from the scheduler if the value comes from another worker;
+    else it is None.
+    """
+    ts = worker.state.tasks.get(key)
+    return None if ts is None else ts.nbytes
+
+
+def is_busy(worker: Any, comm: Any) -> bool:
+    """Return whether ``Worker.get_data`` is going to answer "busy", so that nothing needs to be read."""
+    limit = worker.transfer_outgoing_count_limit
+    if worker.status == Status.paused:
+        limit = 1
+    elif limit is not False and get_address_host(comm.peer_address) == get_address_host(worker.address):
+        limit *= 2
+    return limit is not False and worker.transfer_outgoing_count >= limit
+
+
+# -- lost values ---------------------------------------------------------------------------------
+
+
+async def recover(worker: Any, key: Any) -> bool:
+    """Find out whether a value that is lost can be had again; if so, give it up here so that it is.
+
+    Returns
+    -------
+    bool
+        Whether it can. If not, the key stays: whoever reads it gets :exc:`~gpuspill.errors.DataLostError`.
+    """
+    ts = worker.state.tasks.get(key)
+    if ts is None or key not in worker.data:
+        return True  # given up already
+    if ts.run_spec is None and not await _obtainable(worker, key):
+        return False
+    forget_lost(worker, key)
+    return True
+
+
+async def _obtainable(worker: Any, key: Any) -> bool:
+    """Ask the scheduler whether another worker has `key`, or whether it knows how to compute it."""
+    try:
+        holders = await worker.scheduler.who_has(keys=[key])
+        if set(holders.get(key, ())) - {worker.address}:
+            return True
+        return await worker.scheduler.get_runspec(key=key) is not None
+    except Exception:  # unknown to the scheduler, or no answer: giving it up is right or harmless
+        logger.debug("could not ask the scheduler about %r", key, exc_info=True)
+        return True
+
+
+def forget_lost(worker: Any, key: Any) -> None:
+    """Give up a value that is lost: tell the scheduler, and take back the tasks here that count on it.
+
+    To be called on the event loop.
+
+    Tasks that are running have their inputs, or find out by themselves. Those that have not begun are released and
+    rescheduled; the scheduler computes the value anew, or sends them to where another copy is.
+    """
+    ts = worker.state.tasks.get(key)
+    if ts is None or ts.state != "memory":
+        worker.data.pop_quietly(key)
+        return
+    logger.warning("gave up %r, whose value is lost; the scheduler was told", key)
+    dependents = [dep.key for dep in ts.dependents if dep.state in ("waiting", "ready", "constrained")]
+    stimulus_id = f"gpuspill-lost-{time()}"
+    # In one event, so that no task can start in between.
+    worker.handle_stimulus(wsm.FreeKeysEvent(keys=[*dependents, key], stimulus_id=stimulus_id))
+    for dependent in dependents:
+        worker.batched_send(wsm.RescheduleMsg(key=dependent, stimulus_id=stimulus_id).to_dict())
+
+
+async def lost_input(worker: Any, key: Any, run_id: int, lost: DataLostError | None) -> Any:
+    """Return the event that ends a task one of whose inputs turned out to be lost."""
+    stimulus_id = f"gpuspill-lost-input-{time()}"
+    if lost is None or await recover(worker, lost.key):
+        return wsm.RescheduleEvent(key=key, stimulus_id=stimulus_id)
+    return wsm.ExecuteFailureEvent.from_exception(lost, key=key, run_id=run_id, stimulus_id=stimulus_id)
+
+
+# -- settings ------------------------------------------------------------------------------------
+
+
+def thresholds(worker: Any, settings: Settings) -> Thresholds:
+    """Return the worker's memory settings, with the store's own limit in the place of ``target`` if it was given."""
+    manager = worker.memory_manager
+    return Thresholds(
+        memory_limit=manager.memory_limit,
+        target=manager.memory_target_fraction,
+        spill=manager.memory_spill_fraction if settings.follow_process_memory else False,
+        host_limit=settings.host_limit,
+    )
+
+
+def max_spill(worker: Any, settings: Settings) -> int | None:
+    """Return the most bytes that may be on disk; None for no limit."""
+    if settings.max_spill != "auto":
+        return settings.max_spill
+    return worker.memory_manager.max_spill or None
+
+
+def process_memory(worker: Any) -> int:
+    """Return the memory of the process in bytes, as distributed measures it (and as tests replace it)."""
+    nbytes: int = worker.monitor.get_process_memory()
+    return nbytes
+
+
+# -- attaching -----------------------------------------------------------------------------------
+
+
+def find_worker(store: object) -> Any | None:
+    """Return the worker of this process whose data `store` is."""
+    for worker in list(distributed.Worker._instances):
+        if worker.memory_manager.data is store:
+            return worker
+    return None
+
+
+def swap_class(worker: Any, new: type) -> None:
+    """Make a running worker one of class `new`, and renew the places that remember methods of the old class."""
+    if type(worker) is not new:
+        worker.__class__ = new
+    worker.handlers["get_data"] = worker.get_data
+    worker.handlers["terminate"] = worker.close
+    worker.stream_handlers["close"] = worker.close
+
+
+def replace_data(worker: Any, store: SpillStore) -> None:
+    """Put `store` in the place of the worker's data."""
+    worker.memory_manager.data = store
+    worker.state.data = store
+
+
+def add_periodic_callback(worker: Any, name: str, callback: Callable[[], None]) -> None:
+    """Call `callback` as often as the worker monitors its memory, from the time on when the worker runs."""
+    old = worker.periodic_callbacks.pop(name, None)
+    if old is not None:
+        old.stop()
+    interval = worker.memory_manager.memory_monitor_interval
+    if not interval:
+        return
+    worker.periodic_callbacks[name] = periodic = PeriodicCallback(callback, interval * 1000)
+    if worker.status in (Status.running, Status.paused, Status.closing_gracefully):
+        periodic.start()
+
+
+def unpack_spill_buffer(
+    data: SpillBuffer,
+) -> tuple[dict[Any, object], dict[Any, tuple[int, int]], MutableMapping[Any, Any]]:
+    """Empty a ``SpillBuffer`` without reading anything from disk.
+
+    Returns
+    -------
+    resident
+        Values in memory by key.
+    spilled
+        Sizes in memory and on disk, in bytes, of the values on disk, by key.
+    files
+        What reads and deletes those. The buffer does not know them any more.
+    """
+    slow = data._slow_uncached
+    resident = {key: data.fast.d[key] for key in list(data.fast)}
+    spilled = {key: (size.memory, size.disk) for key, size in slow.weight_by_key.items()}
+    for key in resident:
+        del data.fast[key]
+    return resident, spilled, slow.d
+
+
+def expect_uses(worker: Any, hints: Hints) -> None:
+    """Tell `hints` of the tasks that the worker was given before it could listen."""
+    for ts in list(worker.state.tasks.values()):
+        if ts.state in ("waiting", "ready", "constrained", "executing", "long-running"):
+            hints.transition(ts.key, "released", "waiting")
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+_TASK_FIELDS = {
+    "annotations",
+    "dependencies",
+    "dependents",
+    "key",
+    "nbytes",
+    "prefix",
+    "priority",
+    "run_id",
+    "run_spec",
+    "startstops",
+}
+_STATE_SLOTS = {"tasks", "actors", "ready", "data"}
+
+#: How each hook calls what it overrides.
+_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "execute": ((None, "key"), {"stimulus_id": ""}),
+    "get_data": ((None, None, []), {"who": None, "serializers": None}),
+    "gather_dep": ((None, "", [], 0), {"stimulus_id": ""}),
+    "_get_client": ((None,), {"timeout": None}),
+    "close": ((None,), {}),
+}
+
+
+def missing_hooks(base: type) -> dict[str, str]:
+    """Return the hooks that do not fit a worker class, and for each what was found in its place.
+
+    Parameters
+    ----------
+    base
+        ``distributed.Worker`` or a subclass.
+    """
+    found = {name: problem for name, call in _CALLS.items() if (problem := _misfit(getattr(base, name, None), *call))}
+    if not isinstance(inspect.getattr_static(base, "data", None), property):
+        found["data"] = "Worker.data is not a property"
+    absent = _TASK_FIELDS - {field.name for field in fields(wsm.TaskState)}
+    absent |= _STATE_SLOTS - set(wsm.WorkerState.__slots__)
+    if absent:
+        found["execute"] = f"the worker's state has no {', '.join(sorted(absent))}"
+    if "data" in found:
+        # Without it nobody would see the values that were prepared.
+        for name in ("execute", "get_data"):
+            found.setdefault(name, found["data"])
+    problem = _misfit(distributed.Client._gather, (None, []), {"errors": "", "direct": None, "local_worker": None})
+    if problem:
+        found["_get_client"] = problem
+    return found
+
+
+def _misfit(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    if function is None:
+        return "it does not exist"
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return f"{function.__qualname__}{inspect.signature(function)}: {error}"
+    return None

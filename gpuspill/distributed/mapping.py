@@ -1,0 +1,302 @@
+"""``Worker.data``: a mapping that spills.
+
+:class:`SpillStore` is correct on its own: ``store[key]`` is the plain object, whoever asks and whatever thread
+it is on. What makes a worker fast is that the hooks in :mod:`gpuspill.distributed.worker` have read the value
+before anybody asks; where a hook is missing the result is the same, only the caller waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
+from concurrent.futures import Future
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Literal, NamedTuple
+
+from gpuspill.buffers import BufferPool
+from gpuspill.config import Settings
+from gpuspill.core.residency import Tier
+from gpuspill.distributed.adopt import AdoptingStore
+from gpuspill.distributed.metrics import Metrics
+from gpuspill.errors import DataLostError
+from gpuspill.manager import ProxifyManager
+from gpuspill.snapshot import Statistics
+
+__all__ = ["SpillStore", "SpilledSize"]
+
+logger = logging.getLogger("gpuspill")
+
+#: Seconds between two warnings about reads that blocked the event loop.
+_WARN_INTERVAL = 300.0
+_MISSING = object()
+
+
+class SpilledSize(NamedTuple):
+    """Size of what is spilled, as in distributed: bytes in memory that were saved, bytes on disk."""
+
+    memory: int
+    disk: int
+
+
+class SpillStore(MutableMapping[Hashable, object]):
+    """Keys and values of one worker, in memory or on disk.
+
+    Parameters
+    ----------
+    manager
+        Holds the values. :meth:`close` closes it.
+    metrics
+        What the manager reports its work to.
+    settings
+        With which it was made.
+    pool
+        The manager's read buffers.
+    records
+        The manager's store, if it can take over spilled values.
+
+    Attributes
+    ----------
+    manager, settings, pool, records
+        As given.
+    nbytes_of
+        ``nbytes_of(key)``: what the worker believes to be the size of a value that is about to be stored, in
+        bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on the event loop; the
+        worker knows because the task's thread measured it.
+    on_lost
+        Called with the error when a read by key finds that a value is lost, in the reading thread.
+
+    Notes ----- Thread-safe. Setting, deleting, membership, length and iteration never do I/O and never wait for
+    it. Deleting raises nothing but KeyError and reads nothing. Reading a spilled value blocks the calling
+    thread; on the event loop's thread it is counted (:attr:`~gpuspill.snapshot.Statistics.loop_io`) and
+    warned about; use :meth:`async_get` there.
+
+    It defines neither ``fast`` nor ``evict()``, by which distributed's memory monitor would spill on the event
+    loop; it is told of the process's memory through :meth:`set_offset` instead.
+    """
+
+    def __init__(
+        self,
+        manager: ProxifyManager,
+        metrics: Metrics | None = None,
+        *,
+        settings: Settings | None = None,
+        pool: BufferPool | None = None,
+        records: AdoptingStore | None = None,
+    ) -> None:
+        self.manager = manager
+        self.records = records
+        self.settings = Settings() if settings is None else settings
+        self.pool = pool
+        self.nbytes_of: Callable[[Hashable], int | None] | None = None
+        self.on_lost: Callable[[DataLostError], object] | None = None
+        self.metrics = Metrics() if metrics is None else metrics
+        self._warn_after = 0.0
+
+    # -- mapping
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def __setitem__(self, key: Hashable, value: object) -> None:
+        nbytes = None if self.nbytes_of is None else self.nbytes_of(key)
+        self.manager.store(key, value, nbytes)
+
+    def __getitem__(self, key: Hashable) -> Any:
+        manager = self.manager
+        if threading.get_ident() == manager.loop_thread and not manager.is_resident(key):
+            self._warn_of_blocking(key)
+        try:
+            return manager.get(key)
+        except DataLostError as error:
+            if self.on_lost is not None:
+                self.on_lost(error)
+            raise
+
+    def __delitem__(self, key: Hashable) -> None:
+        self.manager.discard(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.manager
+
+    def __len__(self) -> int:
+        return len(self.manager)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.manager.keys())
+
+    def clear(self) -> None:
+        """Delete all keys. Reads nothing."""
+        for key in list(self):
+            self.pop_quietly(key)
+
+    def pop_quietly(self, key: Hashable) -> None:
+        """Delete `key` if it is there. Reads nothing, unlike ``pop``."""
+        with suppress(KeyError):
+            self.manager.discard(key)
+
+    __hash__ = object.__hash__
+    """By identity, although mappings compare by content: stores are put into weak sets."""
+
+    def __repr__(self) -> str:
+        manager = self.manager
+        return f"<SpillStore: {len(manager)} keys, {manager.spilled_count} of them on disk>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a SpillStore belongs to its worker and cannot be pickled; "
+            "pass gpuspill.data(...) where a cluster is configured"
+        )
+
+    def _warn_of_blocking(self, key: Hashable) -> None:
+        now = monotonic()
+        if now < self._warn_after:
+            return
+        self._warn_after = now + _WARN_INTERVAL
+        logger.warning(
+            "worker.data[%r] was read on the event loop while the value was on disk, which stops the worker until it "
+            "is read. Await worker.data.async_get([key]) instead, or read it in a task. "
+            "Further reads like this are only counted.",
+            key,
+        )
+
+    # -- asynchronous (dask/distributed#4424)
+    # ----------------------------------------------------------------------------------
+
+    def async_get(
+        self, keys: Collection[Hashable], missing: Literal["raise", "omit"] = "raise"
+    ) -> Awaitable[dict[Hashable, Any]]:
+        """Read values without holding the event loop, on which this has to be called.
+
+        Parameters
+        ----------
+        keys
+            Any number of keys.
+        missing
+            ``"raise"``: awaiting raises KeyError if a key is absent when this is called. ``"omit"``: absent
+            keys are left out.
+
+        Returns
+        -------
+        awaitable of dict
+            A future that is done already when all values are in memory. Cancelling it stops the wait and
+            nothing else.
+
+        Raises
+        ------
+        KeyError
+            When awaited; see `missing`. A key that was set before is never absent, one that was deleted before
+            always is. A key that is deleted while its value is read is delivered.
+        DataLostError
+            When awaited: a value was on disk and cannot be read back.
+        """
+        result: asyncio.Future[dict[Hashable, Any]] = asyncio.get_running_loop().create_future()
+        try:
+            source = self.manager.get_many(keys, missing=missing)
+        except KeyError as error:
+            result.set_exception(error)
+            return result
+        if not source.done():
+            return asyncio.wrap_future(source)
+        _copy_outcome(source, result)
+        return result
+
+    def memory_total(self) -> int:
+        """Bytes of values in memory (estimated): neither what is spilled nor the offset."""
+        return self.manager.memory_total()
+
+    def set_offset(self, n: int) -> None:
+        """Set the bytes to add to :meth:`memory_total` when deciding whether to spill; may be negative.
+
+        Returns at once; values may be spilled, or no longer be, in the background.
+        """
+        self.manager.set_offset(n)
+
+    # -- what reads SpillBuffer
+    # ------------------------------------------------------------------------------------------------
+
+    @property
+    def spilled_total(self) -> SpilledSize:
+        """Bytes that are on disk only, as they were in memory; bytes of all records on disk. O(1)."""
+        return SpilledSize(*self.manager.spilled_total)
+
+    @property
+    def cumulative_metrics(self) -> dict[tuple[str, str], float]:
+        """A copy of the totals since the store was made: ``(label, unit) -> value``, labels as ``SpillBuffer`` has."""
+        return self.metrics.totals()
+
+    @property
+    def memory(self) -> Mapping[Hashable, object]:
+        """What is in memory, for inspection. ``len`` is O(1)."""
+        return _TierView(self, Tier.HOST)
+
+    @property
+    def disk(self) -> Mapping[Hashable, object]:
+        """What is on disk only, for inspection. ``len`` is O(1); reading a value brings it back."""
+        return _TierView(self, Tier.DISK)
+
+    @property
+    def slow(self) -> Mapping[Hashable, object]:
+        """The same as :attr:`disk`, by the name that distributed's Prometheus collector looks for."""
+        return self.disk
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of every number. O(1)."""
+        return self.manager.statistics()
+
+    def close(self) -> None:
+        """Stop background work and remove everything from disk. Blocks; idempotent.
+
+        Values in memory stay readable.
+        """
+        self.manager.close()
+        if self.pool is not None:
+            self.pool.close()
+
+
+def _copy_outcome(
+    source: Future[dict[Hashable, Any]], target: asyncio.Future[dict[Hashable, Any]]
+) -> None:
+    error = source.exception()
+    if error is not None:
+        target.set_exception(error)
+    else:
+        target.set_result(source.result())
+
+
+class _TierView(Mapping[Hashable, object]):
+    """The part of a store that is in one tier, now."""
+
+    def __init__(self, store: SpillStore, tier: Tier) -> None:
+        self._store = store
+        self._tier = tier
+
+    def __getitem__(self, key: Hashable) -> object:
+        if key not in self:
+            raise KeyError(key)
+        return self._store[key]
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            resident = self._store.manager.is_resident(key)
+        except KeyError:
+            return False
+        return resident is (self._tier is Tier.HOST)
+
+    def __len__(self) -> int:
+        spilled = self._store.manager.spilled_count
+        return spilled if self._tier is Tier.DISK else len(self._store) - spilled
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._store.manager.keys_in(self._tier))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} keys {'on disk' if self._tier is Tier.DISK else 'in memory'}>"

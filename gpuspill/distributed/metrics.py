@@ -1,0 +1,121 @@
+"""The names of the numbers that a worker publishes, and where they are collected.
+
+``SpillStore.cumulative_metrics``
+    Totals of the store. distributed's Prometheus collector reads them.
+fine performance metrics (``context_meter``)
+    The same, booked on the task or transfer in whose context it happened.
+heartbeat, ``WorkerState.metrics["gpuspill"]``
+    :func:`heartbeat`.
+``gpuspill.statistics(client)``
+    :func:`statistics`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from distributed.metrics import context_meter
+
+if TYPE_CHECKING:
+    from gpuspill.distributed.mapping import SpillStore
+
+__all__ = ["LABELS", "WAIT", "Metrics", "heartbeat", "statistics"]
+
+#: What distributed's ``SpillBuffer`` reports; its consumers know these labels.
+LABELS = frozenset(
+    {
+        "memory-read",
+        "disk-read",
+        "disk-write",
+        "serialize",
+        "deserialize",
+        "compress",
+        "decompress",
+    }
+)
+
+#: Time that a task waited for admission. Not part of the totals: ``SpillBuffer`` has no such number.
+WAIT = "gpuspill-wait"
+
+#: Units that distributed's Prometheus collector accepts; it fails on others.
+_UNITS = frozenset({"seconds", "bytes", "count"})
+
+
+class Metrics:
+    """Adds up what a manager reports, and passes it on to what is metered in the current context.
+
+    That is the task or the transfer on whose behalf the work was done. Thread-safe; called in the thread that did the
+    work.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: defaultdict[tuple[str, str], float] = defaultdict(int)
+
+    def __call__(self, label: str, value: float, unit: str, /) -> None:
+        """Report one unit of work."""
+        if label in LABELS and unit in _UNITS:
+            with self._lock:
+                self._totals[label, unit] += value
+        context_meter.digest_metric(label, value, unit)
+
+    def add(self, totals: Mapping[tuple[str, str], float]) -> None:
+        """Go on from the totals of a store that this one takes over from, so that no counter goes back."""
+        with self._lock:
+            for name, value in totals.items():
+                self._totals[name] += value
+
+    def totals(self) -> dict[tuple[str, str], float]:
+        """Return a copy of the totals."""
+        with self._lock:
+            return dict(self._totals)
+
+
+def heartbeat(store: SpillStore) -> dict[str, float | None]:
+    """Return the store's numbers as a flat dictionary that msgpack can write. O(1)."""
+    return asdict(store.statistics())
+
+
+def statistics(client: Any) -> Any:
+    """Ask every worker for the numbers of its store.
+
+    Parameters
+    ----------
+    client
+        A ``distributed.Client``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a worker (the index holds the addresses), a column for each attribute of
+        :class:`~gpuspill.snapshot.Statistics`. Workers without gpuspill have no row. From an asynchronous
+        client: an awaitable of it.
+    """
+    answers = client.run(_statistics_of_worker)
+    if isinstance(answers, dict):
+        return _frame(answers)
+
+    async def later() -> Any:
+        return _frame(await answers)
+
+    return later()
+
+
+def _statistics_of_worker(dask_worker: Any) -> dict[str, float | None] | None:
+    from gpuspill.distributed.mapping import SpillStore
+
+    data = dask_worker.data
+    return heartbeat(data) if isinstance(data, SpillStore) else None
+
+
+def _frame(answers: dict[str, dict[str, float | None] | None]) -> Any:
+    import pandas as pd
+
+    from gpuspill.snapshot import Statistics
+
+    rows = {address: row for address, row in answers.items() if row is not None}
+    return pd.DataFrame.from_dict(rows, orient="index", columns=list(Statistics.__slots__))

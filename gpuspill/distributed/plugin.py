@@ -1,0 +1,47 @@
+"""Switching gpuspill on in a running cluster, and by ``--preload``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from gpuspill.config import Settings
+from gpuspill.distributed.attachment import attach
+
+__all__ = ["SpillPlugin"]
+
+
+class SpillPlugin(WorkerPlugin):
+    """Attaches gpuspill to every worker, also to those that join later.
+
+    >>> client.register_plugin(gpuspill.SpillPlugin(host_limit="2 GiB"))  # doctest: +SKIP
+
+    Parameters
+    ----------
+    **options
+        See :class:`~gpuspill.config.Settings`; checked here.
+
+    Raises
+    ------
+    ConfigError
+        An option cannot be used.
+
+    Notes ----- Workers may have data, in memory and spilled: it is taken over without being read. Registering
+    it again changes the options. Unregistering it changes nothing for workers that have it: there is no way
+    back while values are on disk.
+    """
+
+    name = "gpuspill"
+    idempotent = False
+
+    def __init__(self, **options: object) -> None:
+        Settings.load(**options)
+        self.options = options
+
+    def setup(self, worker: Any) -> None:
+        """Attach; called by distributed on the worker's event loop."""
+        attach(worker, **self.options)
+
+    def teardown(self, worker: Any) -> None:
+        """Do nothing: the store works until the worker is closed."""

@@ -1,0 +1,89 @@
+"""Values to bytes and back through dask's serialisation families.
+
+A value is written to disk in the form in which distributed would send it: a header, and frames that alias the
+value's memory wherever its type allows. Types that somebody taught dask to serialise (arrays, frames, device
+objects) take their own way, everything else is pickled with its buffers out of band.
+
+What this does *not* do: splitting and compressing frames. The storage layer decides that by what it measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pickle import PickleBuffer
+from typing import Any
+
+import msgpack
+from distributed.protocol.serialize import (
+    Pickled,
+    Serialize,
+    ToPickle,
+    deserialize,
+    deserialize_bytes,
+    pickle_dumps,
+    serialize,
+)
+from distributed.protocol.serialize import (
+    Serialized as DaskSerialized,
+)
+
+from gpuspill.serialization import Serialized
+from gpuspill.storage.base import Buffer
+
+__all__ = ["FOREIGN_HEADER", "DaskSerializer"]
+
+FOREIGN_HEADER = b""
+"""Header of a record whose only frame is what distributed's ``SpillBuffer`` wrote. No header of ours is empty."""
+
+# Dask unwraps these when it serialises, so what comes back would not be what went in.
+_UNWRAPPED = (Serialize, DaskSerialized, ToPickle, Pickled)
+
+
+def _flat(frame: Any) -> memoryview:
+    """Return `frame` as flat bytes without copying it, unless its memory has gaps."""
+    view = memoryview(frame)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    if not view.contiguous:
+        return memoryview(view.tobytes())
+    if view.ndim == 1 and view.format == "B":
+        return view
+    return PickleBuffer(view).raw()  # memoryview.cast cannot do Fortran order
+
+
+class DaskSerializer:
+    """The manager's serialiser on a Dask worker.
+
+    Parameters
+    ----------
+    families
+        Names of the serialisation families to try, in order.
+    """
+
+    def __init__(self, families: Sequence[str] = ("dask", "pickle")) -> None:
+        self._families = tuple(families)
+
+    def dumps(self, value: object) -> Serialized:
+        """Serialise.
+
+        Raises
+        ------
+        TypeError
+            No family can; the message names the type.
+        Exception
+            Whatever the type's own serialisation raises.
+        """
+        if isinstance(value, _UNWRAPPED):
+            header, frames = pickle_dumps(value)  # type: ignore[no-untyped-call]
+        else:
+            header, frames = serialize(value, serializers=self._families, on_error="raise")
+        packed: bytes = msgpack.packb(header, use_bin_type=True)
+        return Serialized(packed, [_flat(frame) for frame in frames])
+
+    def loads(self, header: bytes, frames: Sequence[Buffer]) -> object:
+        """Rebuild the value; it may alias the frames, which have to be writable for it to be."""
+        if header == FOREIGN_HEADER:
+            return deserialize_bytes(frames[0])
+        # Decoded anew each time: dask takes keys out of the header while it rebuilds collections.
+        decoded = msgpack.unpackb(header, raw=False, use_list=False, strict_map_key=False)
+        return deserialize(decoded, list(frames))  # type: ignore[no-untyped-call]

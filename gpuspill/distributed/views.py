@@ -1,0 +1,76 @@
+"""What distributed's own code sees as ``worker.data`` while it runs under one of the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpuspill.errors import DataLostError
+
+if TYPE_CHECKING:
+    from gpuspill.distributed.mapping import SpillStore
+
+__all__ = ["LostValue", "ResidentView", "View"]
+
+_MISSING = object()
+
+
+class View:
+    """A store of which some values are there already, each for one reading.
+
+    Parameters
+    ----------
+    store
+        Answers for everything else.
+    values
+        Values, or what stands for them, by key. Read once, because the code of a coroutine task runs in the
+        same context and must see the store itself afterwards.
+    """
+
+    __slots__ = ("store", "values")
+
+    def __init__(self, store: SpillStore, values: Mapping[Hashable, Any]) -> None:
+        self.store = store
+        self.values = dict(values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.values or key in self.store
+
+    def __getitem__(self, key: Hashable) -> Any:
+        try:
+            return self.values.pop(key)
+        except KeyError:
+            return self.store[key]
+
+
+class ResidentView(View):
+    """A view that contains only what can be had without reading from disk.
+
+    Notes
+    -----
+    What is in memory when it is asked for by ``in`` is held until it is read, so nothing can spill it in between.
+    """
+
+    __slots__ = ()
+
+    def __contains__(self, key: object) -> bool:
+        if key not in self.values:
+            value = self.store.manager.peek(key, _MISSING)
+            if value is _MISSING:
+                return False
+            self.values[key] = value
+        return True
+
+
+class LostValue:
+    """Travels in the place of a value that is lost for good, and raises where it is unpickled."""
+
+    def __init__(self, error: DataLostError) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return _raise_lost, (self.error.message, self.error.key)
+
+
+def _raise_lost(message: str, key: Hashable) -> None:
+    raise DataLostError(message, key)

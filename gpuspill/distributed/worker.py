@@ -1,0 +1,397 @@
+"""The hooks: what gpuspill overrides in distributed's worker.
+
+Three places in distributed read *values* on the event loop: ``Worker.execute``, ``Worker.get_data`` and
+``Client._gather`` with a local worker. A subclass of the worker's own class wraps each of them: it brings the
+values into memory first, without holding the loop, and shows them through ``worker.data`` in the context of
+that call only. Everybody else who reads ``worker.data`` sees the store itself.
+
+A task's inputs are read in the thread that runs it, before distributed starts its clock: ``executor.submit`` is
+replaced on the instance, and ``ts.run_spec`` by a stand-in that puts the values in their place. Executors that
+are not pools of threads, coroutine tasks and the shared ``offload`` pool get plain values instead, read by the
+store's threads beforehand.
+
+Each hook is checked (:func:`gpuspill.distributed.internals.missing_hooks`). One that does not fit the installed
+distributed is left out with a warning, and the store is read the ordinary, blocking way in its place; results do not
+change.
+
+Frames of this file are hidden in users' tracebacks and profiles because distributed hides those of files called
+``distributed/worker.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from contextvars import ContextVar, copy_context
+from functools import lru_cache
+from time import time
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from dask._task_spec import GraphNode
+from distributed import Status
+from distributed import worker_state_machine as wsm
+from distributed.core import context_meter_to_server_digest
+from distributed.utils import _offload_executor
+from distributed.utils_comm import unpack_remotedata
+
+from gpuspill.core.budget import Kind
+from gpuspill.distributed.internals import (
+    forget_lost,
+    inputs_of,
+    is_busy,
+    lost_input,
+    missing_hooks,
+    recover,
+)
+from gpuspill.distributed.jobs import Job, granted
+from gpuspill.distributed.views import LostValue, ResidentView, View
+from gpuspill.errors import DataLostError
+
+if TYPE_CHECKING:
+    from gpuspill.admission import Admission
+    from gpuspill.distributed.attachment import Attachment
+
+__all__ = ["Nanny", "Unproxied", "Worker", "spilling_class"]
+
+logger = logging.getLogger("gpuspill")
+
+_VIEW: ContextVar[View | None] = ContextVar("gpuspill_view", default=None)
+_JOB: ContextVar[Job | None] = ContextVar("gpuspill_job", default=None)
+
+
+# -- the worker's class --------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)  # one class a base, however many workers
+def spilling_class(base: Any) -> Any:
+    """Return a subclass of a worker class with the hooks that fit it.
+
+    It has the base's name, since it takes the base's place in messages. A mixin would not do: the class of an
+    existing worker can only be changed to one with the same layout.
+    """
+    if getattr(base, "_gpuspill_hooked", False):
+        return base
+
+    class Spilling(base):  # type: ignore[misc]
+        _gpuspill_hooked = True
+        _gpuspill: Attachment | None = None
+
+        @property
+        def data(self) -> Any:
+            store = self.memory_manager.data
+            view = _VIEW.get()
+            return view if view is not None and view.values and view.store is store else store
+
+        async def execute(self, key: Any, *, stimulus_id: str) -> Any:
+            attachment = self._gpuspill
+            ts = self.state.tasks.get(key)
+            if attachment is None or ts is None or ts.run_spec is None:
+                return await super().execute(key, stimulus_id=stimulus_id)
+            job = attachment.admit(ts.key, ts.prefix, inputs_of(self, ts))
+            if job is None:
+                event = await super().execute(key, stimulus_id=stimulus_id)
+                _learn(attachment, ts, event)
+                return event
+            stored = False
+            try:
+                if job.ready:
+                    event = await super().execute(key, stimulus_id=stimulus_id)
+                else:
+                    event = await _execute_prepared(self, super().execute, ts, job, stimulus_id)
+                _learn(attachment, ts, event)
+                stored = isinstance(event, wsm.ExecuteSuccessEvent)
+                return event
+            finally:
+                if stored:
+                    _after_storing(job.admission)
+                else:
+                    job.abandon()
+
+        async def get_data(
+            self,
+            comm: Any,
+            keys: Collection[Any],
+            who: str | None = None,
+            serializers: list[str] | None = None,
+        ) -> Any:
+            attachment = self._gpuspill
+            if attachment is None or attachment.at_ease(keys) or is_busy(self, comm):
+                return await super().get_data(comm, keys, who=who, serializers=serializers)
+            # Counted as outgoing while values are read, so that a worker that is busy reading is busy for others too.
+            self.transfer_outgoing_count += 1
+            try:
+                # A client that gets an answer without its key asks again; one in this process does not unpickle.
+                poison = who is None and not str(comm.peer_address).startswith("inproc://")
+                pins, values = await _stage(self, keys, poison=poison)
+            finally:
+                self.transfer_outgoing_count -= 1
+            token = _VIEW.set(View(attachment.store, values))
+            try:
+                del values
+                return await super().get_data(comm, keys, who=who, serializers=serializers)
+            finally:
+                _VIEW.reset(token)
+                pins.release()  # written
+
+        async def gather_dep(
+            self, worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
+        ) -> Any:
+            attachment = self._gpuspill
+            admission = None
+            if attachment is not None:
+                tasks = self.state.tasks
+                admission = attachment.expect({k: tasks[k].get_nbytes() for k in to_gather if k in tasks})
+            if admission is None:
+                return await super().gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+            try:
+                await granted(admission)
+                return await super().gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+            finally:
+                _after_storing(admission)
+
+        def _get_client(self, timeout: float | None = None) -> Any:
+            client = super()._get_client(timeout=timeout)
+            if self._gpuspill is not None:
+                client.__class__ = _gathering_class(client.__class__)
+            return client
+
+        async def close(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await super().close(*args, **kwargs)
+            finally:
+                if self._gpuspill is not None and self.status in (Status.closed, Status.failed):
+                    await self._gpuspill.close()
+
+    for hook in missing_hooks(base):
+        if hook in vars(Spilling):
+            delattr(Spilling, hook)
+    return _disguise(Spilling, base)
+
+
+def _disguise(new: type, base: type) -> type:
+    new.__name__, new.__qualname__ = base.__name__, base.__qualname__
+    new.__module__, new.__doc__ = base.__module__, base.__doc__
+    return new
+
+
+def _learn(attachment: Attachment, ts: Any, event: Any) -> None:
+    if isinstance(event, wsm.ExecuteSuccessEvent):
+        attachment.sizes.learn(ts.prefix, event.nbytes)
+
+
+def _after_storing(admission: Admission) -> None:
+    """Release an admission once the state machine has stored what the caller returns.
+
+    A callback that is scheduled when the caller's asyncio task ends stores it; the promise has to last until then.
+    """
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.call_soon, admission.release)
+
+
+# -- a task's inputs -----------------------------------------------------------------------------
+
+
+async def _execute_prepared(worker: Any, execute: Callable[..., Any], ts: Any, job: Job, stimulus_id: str) -> Any:
+    """Run a task whose inputs have to be brought first, or that has to wait for room."""
+    store = worker._gpuspill.store
+    spec, run_id = ts.run_spec, ts.run_id
+    stand_in = spec
+    executor = worker.executors.get((ts.annotations or {}).get("executor", "default"))
+    job_token = _JOB.set(None)
+    try:
+        if not spec.is_coro and _prepares_inputs(executor):
+            values = {key: store.manager.proxy(key) for key in job.admission.pids}
+            stand_in = ts.run_spec = Unproxied(spec, job)
+            _JOB.set(job)
+        else:
+            await job.prepare_later()
+            try:
+                values = job.take()
+            except distributed.Reschedule:
+                return await lost_input(worker, ts.key, run_id, job.lost)
+            except Exception as error:
+                logger.error("Exception while reading the inputs of task %r", ts.key, exc_info=True)
+                return wsm.ExecuteFailureEvent.from_exception(
+                    error, key=ts.key, run_id=run_id, stimulus_id=f"gpuspill-input-{time()}"
+                )
+        view_token = _VIEW.set(View(store, values))
+        try:
+            del values
+            event = await execute(ts.key, stimulus_id=stimulus_id)
+        finally:
+            _VIEW.reset(view_token)
+    finally:
+        _JOB.reset(job_token)
+        if ts.run_spec is stand_in:
+            ts.run_spec = spec
+    if job.started is not None and job.stopped is not None and job.stopped - job.started > 0.005:
+        # What distributed notes of slow reads, for the task stream.
+        ts.startstops.append({"action": "disk-read", "start": job.started, "stop": job.stopped})
+    if job.lost is not None and isinstance(event, wsm.RescheduleEvent):
+        return await lost_input(worker, ts.key, run_id, job.lost)
+    return event
+
+
+class Unproxied(GraphNode):
+    """Stands for a task whose inputs are proxies until it is called."""
+
+    __slots__ = ("_inner", "_job")
+
+    def __init__(self, inner: GraphNode, job: Job) -> None:
+        self.key = inner.key
+        self._dependencies = inner._dependencies
+        self._inner = inner
+        self._job = job
+
+    def __call__(self, values: Any) -> Any:
+        """Run the task on plain values."""
+        return self._inner(self._job.fill(values))
+
+    @property
+    def is_coro(self) -> bool:
+        """As the task's own."""
+        return bool(self._inner.is_coro)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    def __reduce__(self) -> Any:
+        # Whoever wants it elsewhere wants the task; what stands for its inputs pickles as their values.
+        return _itself, (self._inner,)
+
+
+def _itself(node: GraphNode) -> GraphNode:
+    return node
+
+
+def _prepares_inputs(executor: Any) -> bool:
+    """Make an executor prepare the inputs of a task in the thread that runs it, if it can. Idempotent."""
+    # The test is distributed's own: it decides how the task is run.
+    if "ThreadPoolExecutor" not in str(type(executor)) or executor is _offload_executor:
+        return False  # messages are (de)serialised by the one offload thread, so nothing may wait in it
+    submit = executor.submit
+    if getattr(submit, "prepares_inputs", False):
+        return True
+
+    def prepare_and_submit(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        job = _JOB.get()
+        if job is None or job.claimed:
+            return submit(fn, *args, **kwargs)
+        job.claimed = True
+        context = copy_context()  # what is read here is booked on the task
+
+        def run() -> Any:
+            context.run(job.prepare)
+            return fn(*args, **kwargs)
+
+        return submit(run)
+
+    prepare_and_submit.prepares_inputs = True  # type: ignore[attr-defined]
+    try:
+        executor.submit = prepare_and_submit
+    except AttributeError:  # it has slots
+        return False
+    return True
+
+
+# -- sending -------------------------------------------------------------------------------------
+
+
+@context_meter_to_server_digest("get-data")
+async def _stage(worker: Any, keys: Collection[Any], *, poison: bool) -> tuple[Admission, dict[Any, Any]]:
+    """Pin what is there of `keys` and bring it into memory, without holding the loop.
+
+    A key that is lost is left out, and the scheduler has been told when this returns. If nothing can recompute it and
+    `poison` is set, the receiver gets a value that raises when it is unpickled.
+    """
+    store, manager = worker._gpuspill.store, worker._gpuspill.store.manager
+    lost: dict[Any, Any] = {}
+    while True:
+        pins = manager.admit(None, [k for k in keys if k in store and k not in lost], kind=Kind.TRANSFER)
+        source = manager.materialize_later(pins)
+        try:
+            values = source.result() if source.done() else await asyncio.wrap_future(source)
+            return pins, {**values, **lost}
+        except DataLostError as error:
+            pins.release()
+            if await recover(worker, error.key):
+                continue
+            if poison:
+                lost[error.key] = LostValue(error)
+            else:
+                forget_lost(worker, error.key)
+        except BaseException:
+            source.cancel()
+            pins.release()
+            raise
+
+
+@lru_cache(maxsize=16)
+def _gathering_class(base: Any) -> Any:
+    """Return a subclass of a client class whose ``gather`` first brings what its local worker has spilled."""
+    if getattr(base, "_gpuspill_hooked", False):
+        return base
+
+    class Gathering(base):  # type: ignore[misc]
+        _gpuspill_hooked = True
+
+        async def _gather(
+            self, futures: Any, errors: str = "raise", direct: Any = None, local_worker: Any = None
+        ) -> Any:
+            if getattr(local_worker, "_gpuspill", None) is not None:
+                local_worker = await _LocalWorker.of(local_worker, futures)
+            return await super()._gather(futures, errors, direct, local_worker)
+
+    return _disguise(Gathering, base)
+
+
+class _LocalWorker:
+    """What ``Client._gather`` needs of a local worker: its data, as far as it can be had at once.
+
+    What is spilled again meanwhile is asked of the worker as anybody would.
+    """
+
+    def __init__(self, data: ResidentView) -> None:
+        self.data = data
+
+    @classmethod
+    async def of(cls, worker: Any, futures: Any) -> _LocalWorker:
+        """Bring the values of `futures` that are in the worker's store into memory, without holding the loop."""
+        _, wanted = unpack_remotedata(futures, byte_keys=True)
+        store = worker._gpuspill.store
+        keys = [future.key for future in wanted]
+        while True:
+            try:
+                return cls(ResidentView(store, await store.async_get(keys, missing="omit")))
+            except DataLostError as error:
+                if not await recover(worker, error.key):
+                    raise
+
+
+# -- classes to be named in a configuration ------------------------------------------------------
+
+
+class Worker(spilling_class(distributed.Worker)):  # type: ignore[misc]
+    """A ``distributed.Worker`` that spills by gpuspill, with the settings of dask's configuration.
+
+    For ``dask worker --worker-class gpuspill.Worker`` and ``LocalCluster(worker_class=gpuspill.Worker)``. Takes what
+    ``distributed.Worker`` takes.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from gpuspill.distributed.attachment import attach
+
+        kwargs.setdefault("data", dict)  # replaced before it can hold anything
+        super().__init__(*args, **kwargs)
+        attach(self)
+
+
+class Nanny(distributed.Nanny):
+    """A ``distributed.Nanny`` whose worker is a :class:`Worker`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("worker_class") is None:
+            kwargs["worker_class"] = Worker
+        super().__init__(*args, **kwargs)
