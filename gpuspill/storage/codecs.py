@@ -238,7 +238,7 @@ class CodecChooser:
         min_observed_nbytes: int = 262_144,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self.setting = setting or None
+        self.setting = None if setting is False else setting
         self._codecs = {
             name: Codec(name, codec.compress, codec.decompress)
             for name, codec in (registry or {}).items()

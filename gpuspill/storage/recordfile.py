@@ -83,7 +83,7 @@ class NewFile:
                 logger.warning("Could not remove an incomplete file: %s", exc)
 
 
-def read_file(directory_fd: int, name: str, buffers: Sequence[memoryview]) -> int:
+def read_file(directory_fd: int, name: str, buffers: Sequence[memoryview], enough: int | None = None) -> int:
     """Fill buffers, in order, from a file.
 
     Parameters
@@ -94,11 +94,13 @@ def read_file(directory_fd: int, name: str, buffers: Sequence[memoryview]) -> in
         Its name.
     buffers
         Writable flat bytes.
+    enough
+        See :func:`gpuspill.storage.vectored.read_all`.
 
     Returns
     -------
     int
-        Bytes read: fewer than the buffers hold only if the file ends before.
+        Bytes read: fewer than `enough` only if the file ends before.
 
     Raises
     ------
@@ -107,6 +109,6 @@ def read_file(directory_fd: int, name: str, buffers: Sequence[memoryview]) -> in
     """
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
-        return read_all(fd, buffers)
+        return read_all(fd, buffers, enough)
     finally:
         os.close(fd)

@@ -214,10 +214,10 @@ class RecordReader:
         """Fill `payload` and return the footer."""
         receipt, where = self._receipt, self._where
         footer = memoryview(bytearray(receipt.nbytes - receipt.stored_nbytes))
-        # One byte more than the record has: the end of the file is checked without another call.
+        # One byte more than the record has: that the file ends there is seen without another call.
         beyond = memoryview(bytearray(1))
         try:
-            nbytes = read_file(directory_fd, name, [payload, footer, beyond])
+            nbytes = read_file(directory_fd, name, [payload, footer, beyond], receipt.nbytes)
         except OSError as exc:
             if exc.errno in _GONE:
                 raise RecordLost(f"{where} is gone: {exc.strerror}") from exc

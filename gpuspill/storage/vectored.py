@@ -70,7 +70,7 @@ def write_all(fd: int, buffers: Sequence[memoryview], before_each: Callable[[], 
     return total
 
 
-def read_all(fd: int, buffers: Sequence[memoryview]) -> int:
+def read_all(fd: int, buffers: Sequence[memoryview], enough: int | None = None) -> int:
     """Fill buffers, in order, from the start of a file.
 
     Parameters
@@ -79,11 +79,14 @@ def read_all(fd: int, buffers: Sequence[memoryview]) -> int:
         An open file. Its position neither matters nor changes.
     buffers
         Writable flat bytes.
+    enough
+        Do not ask again once so many bytes are there; by default as many as the buffers hold. Buffers for one byte
+        more tell whether the file goes on, without a call of its own.
 
     Returns
     -------
     int
-        Bytes read: fewer than the buffers hold only if the file ends before.
+        Bytes read: fewer than `enough` only if the file ends before.
 
     Raises
     ------
@@ -92,7 +95,7 @@ def read_all(fd: int, buffers: Sequence[memoryview]) -> int:
     """
     total = 0
     index, offset = _advance(buffers, 0, 0, 0)
-    while index < len(buffers):
+    while index < len(buffers) and (enough is None or total < enough):
         try:
             moved = os.preadv(fd, _batch(buffers, index, offset), total)
         except InterruptedError:

@@ -126,10 +126,10 @@ def test_an_intact_record_that_is_another_one():
         decode(payload, footer, before.checksum)
 
 
-@pytest.mark.parametrize("nbytes", range(60))
+@pytest.mark.parametrize("nbytes", range(58))
 def test_cut_footer(nbytes):
     payload, footer, encoder = encode(b"h", [b"frame"])
-    assert nbytes < len(footer)
+    assert len(footer) == 58
     with pytest.raises(RecordCorrupt):
         decode(payload, footer[:nbytes], encoder.checksum)
 

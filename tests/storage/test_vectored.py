@@ -28,7 +28,7 @@ SHAPES = {
     "empty": [0, 0, 0],
     "one": [1000],
     "mixed": [0, 1, 0, 0, 500, 64, 3, 0],
-    "many": [i % 7 for i in range(5000)],
+    "many": [i % 4 for i in range(1100)],
 }
 
 
@@ -139,6 +139,15 @@ def test_a_file_that_ends_early(fd):
     target = memoryview(bytearray(4)), memoryview(bytearray(4))
     assert read_all(fd, target) == 5
     assert bytes(target[0]) + bytes(target[1]) == b"12345\0\0\0"
+
+
+@pytest.mark.parametrize(("enough", "calls"), [(None, 2), (6, 2), (5, 1), (4, 1)])
+def test_enough_is_enough(fd, monkeypatch, enough, calls):
+    os.write(fd, b"12345")
+    preadv, seen = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *args: seen.append(args) or preadv(*args))
+    assert read_all(fd, [memoryview(bytearray(8))], enough) == 5
+    assert len(seen) == calls
 
 
 def test_before_each_can_stop_a_write(fd):

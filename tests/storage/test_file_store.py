@@ -1,0 +1,569 @@
+"""What is particular to files: sizes, damage, failures of the system, and closing while in use."""
+
+import errno
+import gc
+import logging
+import mmap
+import os
+import threading
+import weakref
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from gpuspill.errors import QuotaExceeded, RecordCorrupt, RecordLost, StorageError, StorageFull
+from gpuspill.storage.codecs import Codec, CodecChooser
+from gpuspill.storage.files import FileStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    with FileStore(tmp_path) as store:
+        yield store
+
+
+def contents(result):
+    header, frames = result
+    return header, [bytes(frame) for frame in frames]
+
+
+def files(store):
+    return sorted(set(os.listdir(store.path)) - {"lock"})
+
+
+class TestSizes:
+    def test_receipt_and_file_agree(self, store):
+        receipt = store.write(b"header", [b"x" * 1000, b"y"])
+        assert os.path.getsize(store.path_of(receipt)) == receipt.nbytes
+        assert receipt.payload_nbytes == 1001
+        assert receipt.stored_nbytes == 1025
+
+    @pytest.mark.parametrize("sizes", [[2**20], [10, 2**20, 1, 64], [70_000] * 5, [0, 100_000, 0]])
+    def test_frames_come_back_aligned_in_one_buffer(self, store, sizes):
+        receipt = store.write(b"h", [os.urandom(size) for size in sizes])
+        _, frames = store.read(receipt)
+        arrays = [np.frombuffer(frame, "u1") for frame in frames if frame.nbytes]
+        assert all(array.ctypes.data % 64 == 0 for array in arrays)
+        assert all(array.flags.writeable for array in arrays)
+        assert len({id(frame.obj) for frame in frames if frame.nbytes}) == 1
+
+    def test_exactly_what_is_needed_is_allocated(self, store):
+        asked = []
+        receipt = store.write(b"h" * 1000, [bytes(2**20)])
+        store.read(receipt, lambda nbytes: asked.append(nbytes) or memoryview(bytearray(nbytes)))
+        assert asked == [2**20]
+
+    def test_a_small_record_costs_few_system_calls(self, store, monkeypatch):
+        calls = []
+
+        def spy(name):
+            real = getattr(os, name)
+            monkeypatch.setattr(os, name, lambda *args, **kwargs: calls.append(name) or real(*args, **kwargs))
+
+        for name in ("open", "writev", "preadv", "close", "rename", "unlink", "stat", "fstat", "lseek", "fsync"):
+            spy(name)
+        receipt = store.write(b"h", [b"x" * 1000])
+        assert calls == ["open", "writev", "close", "rename"]
+        calls.clear()
+        store.read(receipt)
+        assert calls == ["open", "preadv", "close"]
+        calls.clear()
+        store.delete(receipt)
+        assert calls == ["unlink"]
+
+    def test_quota_counts_everything_in_the_file(self, tmp_path):
+        with FileStore(tmp_path) as store:
+            nbytes = store.write(b"header", [b"x" * 1000, b"y"]).nbytes
+        with FileStore(tmp_path, quota=nbytes) as store:
+            receipt = store.write(b"header", [b"x" * 1000, b"y"])
+            with pytest.raises(QuotaExceeded, match="max-spill"):
+                store.write(b"", [])
+            store.delete(receipt)
+        with FileStore(tmp_path, quota=nbytes - 1) as store:
+            with pytest.raises(QuotaExceeded):
+                store.write(b"header", [b"x" * 1000, b"y"])
+            assert files(store) == []
+
+    @pytest.mark.skipif(
+        not os.environ.get("GPUSPILL_TEST_LARGE"), reason="writes 2.1 GB; set GPUSPILL_TEST_LARGE=1 to run it"
+    )
+    def test_more_than_one_system_call_can_move(self, store):
+        # Untouched private memory costs none, so only the read needs 2.1 GB.
+        nbytes = 2_147_479_552 + 100
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as frame:
+            frame[-5:] = b"12345"
+            receipt = store.write(b"h", [b"first", memoryview(frame)])
+        header, (first, large) = store.read(receipt)
+        assert (header, bytes(first), large.nbytes) == (b"h", b"first", nbytes)
+        assert bytes(large[-6:]) == b"\x0012345"
+        del first, large
+
+
+class TestDamage:
+    """Whatever happened to a file, a read returns what was written or says that it is lost."""
+
+    @pytest.fixture
+    def receipt(self, store):
+        return store.write(b"header", [b"some frame", b"", b"another"])
+
+    @pytest.fixture
+    def path(self, store, receipt):
+        return store.path_of(receipt)
+
+    def test_every_byte(self, store, receipt, path):
+        with open(path, "r+b", buffering=0) as file:
+            original = file.read()
+            for position in range(len(original)):
+                file.seek(position)
+                file.write(bytes([original[position] ^ 0x10]))
+                with pytest.raises(RecordCorrupt, match="checksum"):
+                    store.read(receipt)
+                file.seek(position)
+                file.write(original[position : position + 1])
+        assert contents(store.read(receipt)) == (b"header", [b"some frame", b"", b"another"])
+        assert store.statistics().corrupt == len(original)
+
+    def test_every_length(self, store, receipt, path):
+        for nbytes in reversed(range(receipt.nbytes)):
+            os.truncate(path, nbytes)
+            with pytest.raises(RecordLost, match=f"has {nbytes} bytes; {receipt.nbytes} were written"):
+                store.read(receipt)
+        assert store.statistics().lost == receipt.nbytes
+
+    def test_longer(self, store, receipt, path):
+        with open(path, "ab") as file:
+            file.write(b"\0")
+        with pytest.raises(RecordCorrupt, match="more than"):
+            store.read(receipt)
+
+    def test_removed(self, store, receipt, path):
+        os.unlink(path)
+        with pytest.raises(RecordLost, match="is gone"):
+            store.read(receipt)
+        store.delete(receipt)
+        store.delete(receipt)
+        assert store.statistics().nbytes == 0
+
+    def test_swapped(self, store):
+        first, second = (store.write(b"", [data]) for data in (b"first!", b"second"))
+        assert first.nbytes == second.nbytes
+        os.rename(store.path_of(first), store.path_of(first) + ".x")
+        os.rename(store.path_of(second), store.path_of(first))
+        os.rename(store.path_of(first) + ".x", store.path_of(second))
+        for receipt in (first, second):
+            with pytest.raises(RecordCorrupt, match="another one"):
+                store.read(receipt)
+
+    def test_replaced_by_a_link(self, store, receipt, path, tmp_path):
+        os.rename(path, tmp_path / "elsewhere")
+        os.symlink(tmp_path / "elsewhere", path)
+        with pytest.raises(StorageError):
+            store.read(receipt)
+
+    def test_replaced_by_a_directory(self, store, receipt, path):
+        os.unlink(path)
+        os.mkdir(path)
+        with pytest.raises(StorageError):
+            store.read(receipt)
+        store.delete(receipt)
+        os.rmdir(path)
+
+    def test_directory_removed(self, store, receipt, path):
+        os.unlink(path)
+        os.unlink(os.path.join(store.path, "lock"))
+        os.rmdir(store.path)
+        with pytest.raises(RecordLost):
+            store.read(receipt)
+        with pytest.raises(StorageError, match="No such file"):
+            store.write(b"", [b"x"])
+        store.delete(receipt)
+        store.close()
+
+    def test_receipt_of_another_store(self, store, receipt, tmp_path):
+        with FileStore(tmp_path) as other:
+            same_number = other.write(b"", [b"theirs"])
+            assert same_number.number == receipt.number
+            with pytest.raises(RecordLost, match="another store wrote it"):
+                store.read(same_number)
+            store.delete(same_number)
+            assert contents(store.read(receipt))[0] == b"header"
+
+    @pytest.mark.parametrize(
+        ("decompress", "message"),
+        [
+            (lambda data: zlib.decompress(data)[:-1], "gave 99,999 bytes, not 100,000"),
+            (lambda data: 1 / 0, "ZeroDivisionError"),
+        ],
+    )
+    def test_codec_that_lost_the_data(self, tmp_path, decompress, message):
+        calls = []
+
+        def after_the_sample(data):
+            calls.append(data)
+            return zlib.decompress(data) if len(calls) == 1 else decompress(data)
+
+        codec = Codec("zlib", lambda data: zlib.compress(data, 1), after_the_sample)
+        with FileStore(tmp_path, codecs=CodecChooser("zlib", {"zlib": codec})) as store:
+            receipt = store.write(b"", [bytes(100_000)])
+            with pytest.raises(RecordCorrupt, match=message):
+                store.read(receipt)
+
+    def test_out_of_memory_while_decompressing_is_no_damage(self, tmp_path):
+        def decompress(data):
+            raise MemoryError
+
+        codec = Codec("zlib", lambda data: zlib.compress(data, 1), zlib.decompress)
+        chooser = CodecChooser("zlib", {"zlib": codec})
+        with FileStore(tmp_path, codecs=chooser) as store:
+            receipt = store.write(b"", [bytes(100_000)])
+            chooser._codecs["zlib"] = Codec("zlib", zlib.compress, decompress)
+            with pytest.raises(MemoryError):
+                store.read(receipt)
+            chooser._codecs["zlib"] = codec
+            assert bytes(store.read(receipt)[1][0]) == bytes(100_000)
+
+    def test_the_error_does_not_keep_the_buffer(self, store, path, receipt):
+        os.truncate(path, 3)
+        buffers = []
+
+        def allocate(nbytes):
+            array = np.zeros(nbytes, "u1")
+            buffers.append(weakref.ref(array))
+            return memoryview(array)
+
+        errors = []
+        try:
+            store.read(receipt, allocate)
+        except RecordLost as exc:
+            errors.append(exc)
+        gc.collect()
+        assert len(errors) == len(buffers) == 1
+        assert buffers[0]() is None
+
+
+def fail_nth(monkeypatch, name, nth, number, partial=False):
+    """Make the n-th call of a function of os fail, with one byte written before if `partial`."""
+    real = getattr(os, name)
+    calls = []
+
+    def wrapper(*args, **kwargs):
+        calls.append(args)
+        if len(calls) != nth:
+            return real(*args, **kwargs)
+        if partial:
+            fd, buffers = args
+            real(fd, [buffers[0][:1]])
+        if name == "close":
+            real(*args)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, wrapper)
+    return calls
+
+
+class TestFailures:
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+    @pytest.mark.parametrize("partial", [False, True])
+    @pytest.mark.parametrize("nth", range(1, 6))
+    def test_disk_full_at_any_call(self, tmp_path, monkeypatch, nth, partial, number):
+        with FileStore(tmp_path, quota=10**6) as store:
+            kept = store.write(b"", [b"kept"])
+            # Five calls' worth of buffers.
+            frames = [b"xy"] * 2400
+            calls = fail_nth(monkeypatch, "writev", nth, number, partial)
+            with pytest.raises(StorageFull) as info:
+                store.write(b"", frames)
+            assert len(calls) == nth
+            assert info.value.errno == number
+            for part in (store.path, f"{kept.nbytes:,} bytes in use", "free", "local-directory", "max-spill"):
+                assert part in str(info.value)
+            assert files(store) == [str(kept.number)]
+            stats = store.statistics()
+            assert (stats.nbytes, stats.reserved_nbytes, stats.write_failures) == (kept.nbytes, 0, 1)
+            store.validate()
+            # The next one succeeds.
+            receipt = store.write(b"", frames)
+            assert len(calls) == nth + 5
+            assert len(store.read(receipt)[1]) == 2400
+
+    @pytest.mark.parametrize("name", ["open", "writev", "close", "rename"])
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES, errno.EROFS])
+    def test_any_call_of_a_write(self, store, monkeypatch, name, number):
+        fail_nth(monkeypatch, name, 1, number)
+        kind = StorageFull if number == errno.ENOSPC else StorageError
+        with pytest.raises(kind) as info:
+            store.write(b"", [b"x"])
+        assert type(info.value) is kind
+        assert info.value.errno == number
+        assert store.path in str(info.value)
+        assert files(store) == []
+        store.validate()
+        assert contents(store.read(store.write(b"", [b"x"]))) == (b"", [b"x"])
+
+    @pytest.mark.parametrize("name", ["open", "preadv", "close"])
+    @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EINVAL])
+    def test_any_call_of_a_read(self, store, monkeypatch, name, number):
+        receipt = store.write(b"", [b"x"])
+        fail_nth(monkeypatch, name, 1, number)
+        with pytest.raises(StorageError) as info:
+            store.read(receipt)
+        assert type(info.value) is StorageError
+        assert info.value.errno == number
+        # It may have passed.
+        assert contents(store.read(receipt)) == (b"", [b"x"])
+
+    @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
+    def test_a_file_that_is_gone_while_reading(self, store, monkeypatch, number):
+        receipt = store.write(b"", [b"x"])
+        fail_nth(monkeypatch, "preadv", 1, number)
+        with pytest.raises(RecordLost):
+            store.read(receipt)
+
+    def test_delete_never_raises(self, tmp_path, monkeypatch, caplog):
+        with FileStore(tmp_path, quota=1000) as store:
+            receipts = [store.write(b"", [b"x"]) for _ in range(3)]
+            unlink = os.unlink
+            monkeypatch.setattr(os, "unlink", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+            for receipt in receipts:
+                store.delete(receipt)
+                store.delete(receipt)
+            monkeypatch.setattr(os, "unlink", unlink)
+            stats = store.statistics()
+            assert (stats.records, stats.deletes, stats.delete_failures) == (0, 0, 3)
+            # Still on disk, so still counted.
+            assert stats.nbytes == sum(receipt.nbytes for receipt in receipts)
+            store.validate()
+        assert len([record for record in caplog.records if "Could not remove" in record.message]) == 1
+        assert os.listdir(tmp_path) == []
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+    def test_anything_raised_in_the_middle(self, store, monkeypatch, error):
+        def writev(fd, buffers):
+            raise error
+
+        monkeypatch.setattr(os, "writev", writev)
+        with pytest.raises(error):
+            store.write(b"", [b"x"])
+        assert files(store) == []
+        store.validate()
+
+    def test_an_incomplete_file_that_cannot_be_removed(self, tmp_path, monkeypatch, caplog):
+        store = FileStore(tmp_path)
+        fail_nth(monkeypatch, "writev", 1, errno.ENOSPC)
+        fail_nth(monkeypatch, "unlink", 1, errno.EIO)
+        with pytest.raises(StorageFull):
+            store.write(b"", [b"x"])
+        assert "incomplete" in caplog.text
+        store.close()
+        assert os.listdir(tmp_path) == []
+
+    def test_statvfs_fails_too(self, store, monkeypatch):
+        fail_nth(monkeypatch, "writev", 1, errno.ENOSPC)
+        fail_nth(monkeypatch, "statvfs", 1, errno.EIO)
+        with pytest.raises(StorageFull, match="an unknown number of bytes free"):
+            store.write(b"", [b"x"])
+
+    def test_frames_that_shrink_less_than_the_sample_promised(self, tmp_path):
+        # The sample halves, the frame does not shrink: at the brink of the quota that is one byte too many.
+        frame = bytes(200_000)
+        codec = Codec("half", lambda d: bytes(d)[: len(d) // 2] if len(d) < 100_000 else bytes(d), bytes)
+        chooser = CodecChooser("half", {"half": codec})
+        with FileStore(tmp_path, quota=150_000, codecs=chooser) as store:
+            with pytest.raises(QuotaExceeded):
+                store.write(b"", [frame])
+            assert files(store) == []
+            store.validate()
+
+
+class TestConcurrency:
+    def blocked(self, monkeypatch, name):
+        """Make the next call of a function of os wait in the middle. Returns (arrived, go on)."""
+        real = getattr(os, name)
+        arrived, go_on = threading.Event(), threading.Event()
+
+        def wrapper(*args, **kwargs):
+            if not arrived.is_set():
+                arrived.set()
+                assert go_on.wait(60)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, wrapper)
+        return arrived, go_on
+
+    @pytest.mark.parametrize("name", ["open", "writev", "close", "rename"])
+    def test_close_while_writing(self, tmp_path, monkeypatch, name):
+        store = FileStore(tmp_path)
+        store.write(b"", [b"another"])
+        arrived, go_on = self.blocked(monkeypatch, name)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(store.write, b"", [b"x"])
+            assert arrived.wait(60)
+            store.close()
+            go_on.set()
+            with pytest.raises(StorageError, match=r"closed|No such file"):
+                future.result(60)
+        assert os.listdir(tmp_path) == []
+        store.validate()
+
+    @pytest.mark.parametrize("name", ["open", "preadv", "close"])
+    def test_close_while_reading(self, tmp_path, monkeypatch, name):
+        store = FileStore(tmp_path)
+        receipt = store.write(b"", [b"x" * 1000])
+        arrived, go_on = self.blocked(monkeypatch, name)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(store.read, receipt)
+            assert arrived.wait(60)
+            store.close()
+            go_on.set()
+            if name == "open":
+                with pytest.raises(RecordLost):
+                    future.result(60)
+            else:
+                assert contents(future.result(60)) == (b"", [b"x" * 1000])
+        assert os.listdir(tmp_path) == []
+        store.validate()
+
+    @pytest.mark.parametrize("name", ["open", "preadv", "close"])
+    def test_delete_while_reading(self, store, monkeypatch, name):
+        receipt = store.write(b"", [b"x" * 1000])
+        arrived, go_on = self.blocked(monkeypatch, name)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(store.read, receipt)
+            assert arrived.wait(60)
+            store.delete(receipt)
+            go_on.set()
+            if name == "open":
+                with pytest.raises(RecordLost):
+                    future.result(60)
+            else:
+                assert contents(future.result(60)) == (b"", [b"x" * 1000])
+        store.validate()
+
+    def test_close_while_deleting(self, tmp_path, monkeypatch):
+        store = FileStore(tmp_path)
+        receipt = store.write(b"", [b"x"])
+        arrived, go_on = self.blocked(monkeypatch, "unlink")
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(store.delete, receipt)
+            assert arrived.wait(60)
+            store.close()
+            go_on.set()
+            future.result(60)
+        assert os.listdir(tmp_path) == []
+        store.validate()
+
+    def test_nothing_waits_for_a_slow_write(self, store, monkeypatch):
+        other = store.write(b"", [b"other"])
+        arrived, go_on = self.blocked(monkeypatch, "writev")
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(store.write, b"", [b"slow"])
+            assert arrived.wait(60)
+            assert contents(store.read(other)) == (b"", [b"other"])
+            store.write(b"", [b"fast"])
+            store.delete(other)
+            assert store.statistics().records == 1
+            assert store.statistics().reserved_nbytes > 0
+            go_on.set()
+            assert contents(store.read(future.result(60))) == (b"", [b"slow"])
+
+    def test_writers_at_the_brink_of_the_quota(self, tmp_path):
+        with FileStore(tmp_path) as store:
+            nbytes = store.write(b"", [bytes(10_000)]).nbytes
+        with FileStore(tmp_path, quota=3 * nbytes) as store:
+            barrier = threading.Barrier(8)
+            most = []
+
+            def work(_):
+                barrier.wait(60)
+                written = 0
+                for _ in range(10):
+                    try:
+                        receipt = store.write(b"", [bytes(10_000)])
+                    except QuotaExceeded:
+                        continue
+                    written += 1
+                    # What is really there, not what the store believes.
+                    with os.scandir(store.path) as entries:
+                        most.append(sum(1 for entry in entries if entry.name.isdigit()))
+                    store.delete(receipt)
+                return written
+
+            with ThreadPoolExecutor(8) as pool:
+                assert sum(pool.map(work, range(8))) == len(most) > 0
+            assert max(most) <= 3
+            assert store.statistics().nbytes == 0
+            store.validate()
+
+    def test_no_lock_is_held_in_callbacks(self, tmp_path):
+        # Each of them uses the store from another thread, and waits for it.
+        with ThreadPoolExecutor(1) as pool:
+
+            def use(*args):
+                pool.submit(store.statistics).result(60)
+
+            def allocate(nbytes):
+                use()
+                return memoryview(bytearray(nbytes))
+
+            codec = Codec(
+                "zlib", lambda data: use() or zlib.compress(data), lambda data: use() or zlib.decompress(data)
+            )
+            with FileStore(tmp_path, codecs=CodecChooser("zlib", {"zlib": codec}), metrics=use) as store:
+                receipt = store.write(b"", [bytes(100_000), b"x"])
+                assert len(store.read(receipt, allocate)[1]) == 2
+                store.delete(receipt)
+
+
+class TestMetrics:
+    def test_labels_and_units(self, tmp_path):
+        seen = {}
+
+        def metrics(label, value, unit):
+            seen[label, unit] = seen.get((label, unit), 0) + value
+
+        ticks = iter(range(1000))
+        codec = Codec("zlib", lambda data: zlib.compress(data, 1), zlib.decompress)
+        chooser = CodecChooser("zlib", {"zlib": codec})
+        with FileStore(tmp_path, codecs=chooser, metrics=metrics, clock=lambda: float(next(ticks))) as store:
+            receipt = store.write(b"", [bytes(100_000)])
+            store.read(receipt)
+            store.read(receipt)
+            stats = store.statistics()
+        assert seen["disk-write", "bytes"] == stats.bytes_written == receipt.nbytes
+        assert seen["disk-write", "count"] == 1
+        assert seen["disk-read", "bytes"] == stats.bytes_read == 2 * receipt.nbytes
+        assert seen["disk-read", "count"] == 2
+        assert seen["disk-write", "seconds"] == stats.write_seconds > 0
+        assert seen["disk-read", "seconds"] == stats.read_seconds > 0
+        assert seen["compress", "seconds"] == stats.compress_seconds > 0
+        assert seen["decompress", "seconds"] == stats.decompress_seconds > 0
+        assert seen["checksum", "seconds"] == stats.checksum_seconds > 0
+
+    def test_a_callback_that_fails(self, tmp_path, caplog):
+        def metrics(label, value, unit):
+            raise RuntimeError("no display")
+
+        with FileStore(tmp_path, metrics=metrics) as store:
+            receipt = store.write(b"", [b"x"])
+            assert contents(store.read(receipt)) == (b"", [b"x"])
+        records = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(records) == 1
+
+    def test_repr(self, store):
+        store.write(b"", [b"x"])
+        assert store.path in repr(store)
+        assert "1 records" in repr(store)
+
+
+def test_many_records_leave_no_descriptors(store):
+    before = len(os.listdir("/proc/self/fd"))
+    receipts = [store.write(b"", [b"%d" % i]) for i in range(300)]
+    for i, receipt in enumerate(receipts):
+        assert contents(store.read(receipt)) == (b"", [b"%d" % i])
+        os.truncate(store.path_of(receipt), 0)
+        with pytest.raises(RecordLost):
+            store.read(receipt)
+        store.delete(receipt)
+    assert len(os.listdir("/proc/self/fd")) == before
