@@ -126,6 +126,7 @@ class SpillState:
         self._held: dict[int, None] = {}
         self._blocked: dict[int, None] = {}
         self._clean: dict[int, None] = {}  # in memory with a record, which could be reclaimed
+        self._redundant_nbytes = 0  # bytes of these records
         self._spilling = 0
         self._effects = Effects()
         #: Kept up to date so that statistics need no scan.
@@ -138,6 +139,7 @@ class SpillState:
 
     def insert(self, key: Hashable, nbytes: int) -> int:
         """A new value enters memory under `key`, replacing what the key held. Returns its proxy."""
+        hash(key)  # raises before anything is charged
         entry = self.ledger.create(nbytes)
         self.memory.used += nbytes
         before = self.ledger.bind(key, entry)
@@ -149,6 +151,7 @@ class SpillState:
 
     def insert_below(self, key: Hashable, nbytes: int, disk_nbytes: int) -> int:
         """A value that is on disk already enters under `key`. Returns its proxy."""
+        hash(key)  # raises before anything is charged
         entry = self.ledger.create(nbytes)
         entry.residency.settle_below(Tier.DISK)
         entry.disk_nbytes = disk_nbytes
@@ -158,6 +161,7 @@ class SpillState:
         if before is not None:
             self._release_if_unused(before)
             self._balance()
+        self._reclaim()
         return entry.pid
 
     def alias(self, key: Hashable, pid: int) -> None:
@@ -189,7 +193,8 @@ class SpillState:
         entry = self.ledger.entries[pid]
         entry.residency.pin()
         if entry.residency.pins == 1:
-            self.pinned_nbytes += entry.nbytes
+            if self._charged(entry):
+                self.pinned_nbytes += entry.nbytes
             self._unlist(pid)
             if self.memory.first() is not None:
                 self._grant_waiting()  # it may have been the last thing that could make room
@@ -199,7 +204,8 @@ class SpillState:
         entry = self.ledger.entries[pid]
         entry.residency.unpin()
         if not entry.residency.pins:
-            self.pinned_nbytes -= entry.nbytes
+            if self._charged(entry):
+                self.pinned_nbytes -= entry.nbytes
             if not entry.keys:
                 self._release_if_unused(entry)
             else:
@@ -260,18 +266,14 @@ class SpillState:
     def reserve_record(self, pid: int, nbytes: int) -> bool:
         """The record of a spill in flight will take `nbytes` on disk. Returns False if the quota forbids it.
 
-        Records of values that are in memory as well are redundant and are given up first.
+        Records of values that are in memory as well are redundant and are given up first, if that is enough.
         """
         entry = self._spilling_entry(pid)
-        limit = self.disk.limit
-        if limit is not None:
-            while self.disk.used + nbytes > limit and self._clean:
-                victim = self.ledger.entries[next(iter(self._clean))]
-                self._delete_record(victim)
-                self.counters.records_reclaimed += 1
-            if self.disk.used + nbytes > limit:
-                return False
-        self.disk.used += nbytes - entry.disk_nbytes
+        more = nbytes - entry.disk_nbytes
+        if self.disk.limit is not None and self.disk.used - self._redundant_nbytes + more > self.disk.limit:
+            return False
+        self._reclaim(more)
+        self.disk.used += more
         entry.disk_nbytes = nbytes
         return True
 
@@ -279,7 +281,8 @@ class SpillState:
         """The record is written and verified.
 
         The value in memory is let go if its room is still needed and nobody took it up meanwhile;
-        else the record stays behind as a clean copy.
+        else the record stays behind as a clean copy, if such are kept. A record that turns out so much larger
+        than was reserved that it is over the quota is given up: the value stays in memory, as if the write had failed.
         """
         entry = self._spilling_entry(pid)
         self.disk.used += disk_nbytes - entry.disk_nbytes
@@ -292,10 +295,18 @@ class SpillState:
         if not entry.keys and not entry.residency.pins:
             self._release_if_unused(entry)
         else:
-            self._clean[pid] = None
-            self._classify(entry)
-            if wanted and pid in self.queue and not self._set_aside_if_held(pid):
-                self._drop(entry, clean=False)
+            self._keep_record(entry)
+            if self.disk.limit is not None and self.disk.used - self._redundant_nbytes + disk_nbytes > self.disk.limit:
+                self._delete_record(entry)
+                if self._eligible(entry):
+                    self._blocked[pid] = None
+            else:
+                self._classify(entry)
+                if wanted and pid in self.queue and not self._set_aside_if_held(pid):
+                    self._drop(entry, clean=False)
+                elif not self.keep_clean:
+                    self._delete_record(entry)
+            self._reclaim()
         self._balance()
 
     def fail_spill(self, pid: int, *, forever: bool) -> None:
@@ -320,22 +331,23 @@ class SpillState:
             self.unspillable += 1
         if not entry.keys and not entry.residency.pins:
             self._release_if_unused(entry)
-        elif not forever:
-            self._blocked[pid] = None
+        elif not forever and self._eligible(entry):
+            self._blocked[pid] = None  # if it was pinned meanwhile, it enters the order with the last unpin
         self._balance()
 
     def correct_size(self, pid: int, nbytes: int) -> None:
         """The value turned out to take `nbytes` in memory."""
         entry = self.ledger.entries[pid]
         residency = entry.residency
-        if residency.resident or residency.target == residency.origin:
-            self.memory.used += nbytes - entry.nbytes
+        more = nbytes - entry.nbytes
+        if self._charged(entry):
+            self.memory.used += more
+            if residency.pins:
+                self.pinned_nbytes += more
         elif residency.has(Tier.DISK):
-            self.spilled_nbytes += nbytes - entry.nbytes
+            self.spilled_nbytes += more
         if residency.target == Tier.DISK:
-            self.memory.leaving += nbytes - entry.nbytes
-        if residency.pins:
-            self.pinned_nbytes += nbytes - entry.nbytes
+            self.memory.leaving += more
         entry.nbytes = nbytes
         self._balance()
 
@@ -368,8 +380,7 @@ class SpillState:
         """
         entry = self.ledger.entries[pid]
         entry.residency.begin(Tier.DISK, Tier.HOST)
-        self._count_spilled(entry, -1)
-        self.memory.used += entry.nbytes
+        self._charge_restore(entry, 1)
         if reservation is not None:
             self.memory.settle(reservation, entry.nbytes)
         self._balance()
@@ -383,10 +394,17 @@ class SpillState:
         entry = self.ledger.entries[pid]
         if entry.residency.state is not State.SPILLED:
             return False
+        room = self._make_room_ahead(entry.nbytes, order)
+        if room:
+            entry.residency.begin(Tier.DISK, Tier.HOST)
+            self._charge_restore(entry, 1)
+            self.counters.prefetches += 1
+        self._grant_waiting()  # what was looked at may have been the last thing that could make room
+        return room
+
+    def _make_room_ahead(self, nbytes: int, order: Order) -> bool:
         budget = self.memory
-        while budget.limit is not None and (
-            budget.committed + budget.demand - budget.leaving + entry.nbytes > budget.limit
-        ):
+        while budget.limit is not None and budget.committed + budget.demand - budget.leaving + nbytes > budget.limit:
             victim = self.queue.peek()
             if victim is None:
                 return False
@@ -397,10 +415,6 @@ class SpillState:
             if not other.residency.has(Tier.DISK) or (use is not None and use <= order):
                 return False
             self._drop(other)
-        entry.residency.begin(Tier.DISK, Tier.HOST)
-        self._count_spilled(entry, -1)
-        budget.used += entry.nbytes
-        self.counters.prefetches += 1
         return True
 
     def complete_restore(self, pid: int) -> None:
@@ -411,10 +425,12 @@ class SpillState:
         self.counters.restored_nbytes += entry.nbytes
         if not entry.keys and not entry.residency.pins:
             self._release_if_unused(entry)
-        elif self.keep_clean:
-            self._clean[pid] = None
         else:
-            self._delete_record(entry)
+            self._keep_record(entry)
+            if self.keep_clean:
+                self._reclaim()
+            else:
+                self._delete_record(entry)
         if pid in self.ledger.entries:
             self._classify(entry)
         self._balance()
@@ -432,16 +448,15 @@ class SpillState:
         """
         entry = self._restoring_entry(pid)
         entry.residency.fail()
-        self.memory.used -= entry.nbytes
+        self._charge_restore(entry, -1)
         self.counters.restore_failures += 1
         if lost:
             entry.residency.lose(Tier.DISK)
+            self._count_spilled(entry, -1)
             self.disk.used -= entry.disk_nbytes
             entry.disk_nbytes = 0
             self._effects.deleted.append(pid)
             self.counters.lost += 1
-        else:
-            self._count_spilled(entry, 1)
         if not entry.keys and not entry.residency.pins:
             self._release_if_unused(entry)
         self._balance()
@@ -488,6 +503,16 @@ class SpillState:
             self.memory.settle(reservation, reservation.nbytes - nbytes)
             self._grant_waiting()
 
+    def set_limits(self, limit: int | None, disk_limit: int | None) -> None:
+        """Change the limits, in bytes; None for no limit.
+
+        Under a lower disk limit redundant records are given up. Those that hold the only copy stay.
+        """
+        self.memory.limit = limit
+        self.disk.limit = disk_limit
+        self._reclaim()
+        self.retry()
+
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of process memory that nobody accounts for (may be negative)."""
         self.memory.offset = nbytes
@@ -522,7 +547,7 @@ class SpillState:
             listed = [pid in self.queue, pid in self._held, pid in self._blocked]
             assert sum(listed) == int(self._eligible(entry)), (entry, listed)
             assert (pid in self._clean) == (residency.resident and residency.has(Tier.DISK)), entry
-            if residency.pins:
+            if residency.pins and self._charged(entry):
                 pinned += entry.nbytes
             unspillable += entry.unspillable
             if residency.state is State.SPILLED:
@@ -541,8 +566,11 @@ class SpillState:
         for aside in (self._held, self._blocked, self._clean):
             assert aside.keys() <= self.ledger.entries.keys()
         assert set(self.queue) <= self.ledger.entries.keys()
+        redundant = sum(self.ledger.entries[pid].disk_nbytes for pid in self._clean)
+        assert redundant == self._redundant_nbytes, (redundant, self._redundant_nbytes)
         if self.disk.limit is not None:
-            assert self.disk.used <= self.disk.limit
+            # More than that only after the limit was lowered, or when records came from elsewhere.
+            assert self.disk.used <= self.disk.limit or not self._clean
         first = self.memory.first()
         if first is not None:
             assert self._can_free(), "a reservation waits although nothing can make room"
@@ -630,17 +658,35 @@ class SpillState:
         self._unlist(entry.pid)
         entry.residency.drop(Tier.HOST)
         self._count_spilled(entry, 1)
-        self._clean.pop(entry.pid, None)
+        self._forget_record(entry)
         self.memory.used -= entry.nbytes
         self._effects.dropped.append(entry.pid)
         if clean:
             self.counters.clean_drops += 1
             self.counters.clean_dropped_nbytes += entry.nbytes
 
+    def _keep_record(self, entry: Entry) -> None:
+        """Note that the record of an entry is redundant from now on."""
+        self._clean[entry.pid] = None
+        self._redundant_nbytes += entry.disk_nbytes
+
+    def _forget_record(self, entry: Entry) -> None:
+        """Undo that, before the record or the value in memory goes."""
+        if entry.pid in self._clean:
+            del self._clean[entry.pid]
+            self._redundant_nbytes -= entry.disk_nbytes
+
+    def _reclaim(self, more: int = 0) -> None:
+        """Give up redundant records, the oldest first, until `more` bytes fit on disk."""
+        limit = self.disk.limit
+        while limit is not None and self._clean and self.disk.used + more > limit:
+            self._delete_record(self.ledger.entries[next(iter(self._clean))])
+            self.counters.records_reclaimed += 1
+
     def _delete_record(self, entry: Entry) -> None:
         """Give up the record of a value that is in memory as well."""
         entry.residency.drop(Tier.DISK)
-        self._clean.pop(entry.pid, None)
+        self._forget_record(entry)
         self.disk.used -= entry.disk_nbytes
         entry.disk_nbytes = 0
         self._effects.deleted.append(entry.pid)
@@ -656,7 +702,7 @@ class SpillState:
         if residency.pins or residency.moving:
             return
         self._unlist(entry.pid)
-        self._clean.pop(entry.pid, None)
+        self._forget_record(entry)
         if residency.resident:
             self.memory.used -= entry.nbytes
             self._effects.dropped.append(entry.pid)
@@ -678,6 +724,19 @@ class SpillState:
             self._blocked.clear()
             for pid in pids:
                 self._classify(self.ledger.entries[pid])
+
+    @staticmethod
+    def _charged(entry: Entry) -> bool:
+        """Whether the entry's bytes count as used: it is in memory or on its way there."""
+        residency = entry.residency
+        return residency.resident or residency.target == residency.origin
+
+    def _charge_restore(self, entry: Entry, sign: int) -> None:
+        """The entry is on its way to memory, or no longer."""
+        self._count_spilled(entry, -sign)
+        self.memory.used += sign * entry.nbytes
+        if entry.residency.pins:
+            self.pinned_nbytes += sign * entry.nbytes
 
     def _count_spilled(self, entry: Entry, sign: int) -> None:
         self.spilled += sign
