@@ -1,0 +1,281 @@
+"""The model behind :class:`gpuspill.testing.oracle.Oracle`: what is known, and what may be decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from gpuspill.core.budget import Kind, Reservation
+from gpuspill.core.policy import Order
+from gpuspill.core.residency import State
+from gpuspill.core.state import SpillState
+
+__all__ = ["Model", "ModelPromise", "ModelValue"]
+
+
+@dataclass(slots=True, eq=False)
+class ModelValue:
+    """What the model knows of one value; sizes in bytes."""
+
+    nbytes: int
+    memory: bool = True
+    disk: bool = False
+    move: str = ""  # "down", "up" or nothing
+    pins: int = 0
+    record: int = 0
+    unspillable: bool = False
+    lost: bool = False
+    blocked: bool = False  # a spill failed since the last retry: a reason not to try again
+    barred: bool = False  # and nothing happened since that would be a reason to try again
+    suspect: bool = False  # somebody held it at some time since the last retry
+
+    @property
+    def charged(self) -> int:
+        """Bytes it takes in memory now."""
+        return self.nbytes if self.memory or self.move == "up" else 0
+
+    @property
+    def movable(self) -> bool:
+        """Whether evicting it could be considered, whoever may hold it."""
+        return self.memory and not self.move and not self.pins and (self.disk or not self.unspillable)
+
+    @property
+    def candidate(self) -> bool:
+        """Whether the state has no excuse not to evict it."""
+        return self.movable and not self.blocked and not self.suspect
+
+    @property
+    def state(self) -> State:
+        """The name that the contract gives to its copies and move."""
+        if self.lost:
+            return State.LOST
+        if self.memory:
+            return State.SPILLING if self.move else State.CLEAN if self.disk else State.RESIDENT
+        return State.RESTORING if self.move else State.SPILLED
+
+
+@dataclass(slots=True, eq=False)
+class ModelPromise:
+    """What the model knows of one reservation; bytes."""
+
+    kind: Kind
+    nbytes: int
+    granted: bool = False
+
+
+class Model:
+    """Values as a few flags, keys as a dictionary, totals summed up from scratch; judges what the state decided.
+
+    Parameters
+    ----------
+    limit, disk_limit, keep_clean
+        See :class:`~gpuspill.core.state.SpillState`.
+    """
+
+    def __init__(self, *, limit: int | None, disk_limit: int | None = None, keep_clean: bool = True) -> None:
+        self.held: set[int] = set()
+        self.state = SpillState(limit=limit, disk_limit=disk_limit, held=self.held.__contains__, keep_clean=keep_clean)
+        self.values: dict[int, ModelValue] = {}
+        self.keys: dict[Hashable, int] = {}
+        self.uses: dict[Hashable, dict[Hashable, Order]] = {}
+        self.promises: dict[Reservation, ModelPromise] = {}
+        self.waiting: list[Reservation] = []
+        self.offset = 0
+        self.limit = limit
+        self.disk_limit = disk_limit
+        self.keep_clean = keep_clean
+        self.overruns = 0
+        self.events = 0
+        self._seen: set[int] = set()
+
+    # -- sums, each time from scratch ----------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Bytes of values in memory, arriving ones included."""
+        return sum(value.charged for value in self.values.values())
+
+    @property
+    def leaving(self) -> int:
+        """Bytes of values that are being written."""
+        return sum(value.nbytes for value in self.values.values() if value.move == "down")
+
+    @property
+    def reserved(self) -> int:
+        """Bytes promised and not arrived."""
+        return sum(promise.nbytes for promise in self.promises.values() if promise.granted)
+
+    @property
+    def disk_used(self) -> int:
+        """Bytes of records."""
+        return sum(value.record for value in self.values.values())
+
+    def demand(self) -> int:
+        """Bytes that those who wait need: all tasks, and the first of the transfers."""
+        nbytes = [self.promises[r].nbytes for r in self.waiting if r.kind is Kind.TASK]
+        return sum(nbytes + [self.promises[r].nbytes for r in self.waiting if r.kind is Kind.TRANSFER][:1])
+
+    def excess(self) -> int | None:
+        """Bytes still to be chosen for eviction; None without a limit."""
+        if self.limit is None:
+            return None
+        return self.used + self.reserved + self.offset + self.demand() - self.leaving - self.limit
+
+    def next_use(self, pid: int) -> Order | None:
+        """When a value is used next, by any of its keys."""
+        orders = [order for key in self.keys_of(pid) for order in self.uses.get(key, {}).values()]
+        return min(orders, default=None)
+
+    def keys_of(self, pid: int) -> list[Hashable]:
+        """Return the keys that hold a value."""
+        return [key for key, holds in self.keys.items() if holds == pid]
+
+    def where(self, wanted: Callable[[ModelValue], bool]) -> list[int]:
+        """Return the proxies of some values, oldest first."""
+        return [pid for pid, value in self.values.items() if wanted(value)]
+
+    # -- judgement -----------------------------------------------------------------------------------
+
+    def _judge(
+        self, *, asked: Reservation | None = None, chosen: int | None = None, written: int | None = None, more: int = 0
+    ) -> list[int]:
+        """Take the effects, apply them to the model as far as they are allowed, and compare everything.
+
+        Parameters
+        ----------
+        asked
+            The reservation that the event made.
+        chosen, written
+            The proxy whose spill the event began or completed.
+        more
+            Bytes for which the event made room although it did not need them in the end.
+
+        Returns
+        -------
+        list of int
+            The proxies that were evicted.
+        """
+        self.events += 1
+        self.state.validate()
+        effects = self.state.take_effects()
+        values = self.values
+        forgotten = set(effects.forgotten)
+        assert len(forgotten) == len(effects.forgotten), "forgotten twice"
+        evicted: list[int] = []
+        for pid in effects.dropped:
+            value = values[pid]
+            assert value.memory, f"dropped {pid}, which is not in memory: {value}"
+            assert not value.move, f"dropped {pid} in the middle of a move: {value}"
+            assert not value.pins, f"dropped {pid}, which is in use: {value}"
+            value.memory = False
+            if pid not in forgotten:
+                assert value.disk, f"dropped the only copy of {pid}"
+                assert pid not in self.held, f"dropped {pid}, which is held: nothing was freed"
+                evicted.append(pid)
+        for pid in effects.deleted:
+            value = values[pid]
+            assert value.disk, f"deleted a record that does not exist: {pid} {value}"
+            assert value.memory or value.lost or pid in forgotten, f"deleted the only copy of {pid}"
+            value.disk, value.record = False, 0
+            value.blocked |= pid == written  # it took more room on disk than there is
+        for pid in forgotten:
+            value = values.pop(pid)
+            assert pid not in self.keys.values(), f"forgot {pid}, which has keys"
+            assert not value.pins, f"forgot {pid}, which is in use"
+            assert not value.move, f"forgot {pid} in the middle of a move"
+            assert not value.memory, f"forgot {pid}, but its value is not let go"
+            assert not value.disk, f"forgot {pid}, but its record is not deleted"
+            self.held.discard(pid)
+        if forgotten.intersection(effects.deleted):
+            for value in values.values():
+                value.barred = False  # there is more room on disk than before
+        for pid, value in values.items():
+            assert pid in self.keys.values() or value.pins or value.move, f"nobody needs {pid}: {value}"
+            assert value.memory or value.disk or value.lost, f"no copy left of {pid}: {value}"
+        self._judge_grants(effects.granted, asked)
+        self._judge_need(evicted, chosen, written, more)
+        self._compare()
+        return evicted
+
+    def _line(self) -> list[Reservation]:
+        tasks = [r for r in self.waiting if r.kind is Kind.TASK]
+        return tasks + [r for r in self.waiting if r.kind is Kind.TRANSFER]
+
+    def _judge_grants(self, told: list[Reservation], asked: Reservation | None) -> None:
+        granted = set(told)
+        assert len(granted) == len(told), "told twice"
+        assert asked not in granted, "told of what the caller sees anyway"
+        if asked is not None and asked.granted:
+            granted.add(asked)
+        order = []
+        committed = self.used + self.reserved + self.offset
+        while granted:
+            reservation = self._line()[0]
+            assert reservation in granted, "granted out of turn"
+            granted.remove(reservation)
+            self.waiting.remove(reservation)
+            order.append(reservation)
+            promise = self.promises[reservation]
+            promise.granted = True
+            committed += promise.nbytes
+            if not reservation.overrun:
+                assert self.limit is None or committed <= self.limit, f"granted {committed} of {self.limit} bytes"
+                continue
+            self.overruns += 1
+            assert self.limit is not None
+            assert committed > self.limit, "counted as an overrun, but it fits"
+            assert not self.where(lambda value: value.move == "down"), "an overrun, although a spill makes room"
+            left = self.where(lambda value: value.candidate)
+            assert not left, f"an overrun, although {left} could go"
+        assert [r for r in order if r is not asked] == told, "told in another order than granted"
+        if self.waiting:
+            assert self.limit is not None, "waits without a limit"
+            assert self.where(lambda value: value.movable or value.move == "down"), "waits for nothing"
+            need = self.promises[self._line()[0]].nbytes
+            assert committed + need > self.limit, "waits, although there is room"
+
+    def _judge_need(self, evicted: list[int], chosen: int | None, written: int | None, more: int) -> None:
+        """Without the last victim it would not have been enough."""
+        excess = self.excess()
+        if chosen is not None:
+            assert excess is not None, f"spills {chosen} without a limit"
+            excess += self.values[chosen].nbytes
+            assert excess > 0, f"spills {chosen} although that is not needed"
+        if evicted:
+            assert excess is not None, f"evicted {evicted} without a limit"
+            last = evicted[-1]
+            if last == written:
+                excess += self.leaving  # it is gone for sure, other spills in flight may fail
+            assert excess + self.values[last].nbytes + more > 0, f"evicted {evicted} although that was not needed"
+
+    def _compare(self) -> None:
+        state, values = self.state, self.values.values()
+        ledger = state.ledger
+        assert {key: entry.pid for key, entry in ledger.keys.items()} == self.keys
+        assert ledger.entries.keys() == self.values.keys()
+        for pid, value in self.values.items():
+            entry = ledger.entries[pid]
+            assert entry.residency.state is value.state, (entry, value)
+            assert entry.residency.pins == value.pins, (entry, value)
+            assert (entry.nbytes, entry.disk_nbytes) == (value.nbytes, value.record), (entry, value)
+            assert entry.unspillable == value.unspillable, (entry, value)
+            assert set(entry.keys) == set(self.keys_of(pid)), (entry, value)
+        assert state.memory.used == self.used
+        assert state.memory.leaving == self.leaving
+        assert state.memory.reserved == self.reserved
+        assert state.memory.demand == self.demand()
+        assert state.memory.offset == self.offset
+        assert state.disk.used == self.disk_used
+        assert state.pinned_nbytes == sum(value.charged for value in values if value.pins)
+        spilled = [value.nbytes for value in values if value.state is State.SPILLED]
+        assert (state.spilled, state.spilled_nbytes) == (len(spilled), sum(spilled))
+        assert state.unspillable == sum(value.unspillable for value in values)
+        assert state.counters.overruns == self.overruns
+        assert list(state.memory.waiters()) == self._line()
+        for reservation, promise in self.promises.items():
+            assert (reservation.granted, reservation.nbytes) == (promise.granted, promise.nbytes)
+        if not self.keep_clean:
+            assert not self.where(lambda value: value.state is State.CLEAN), "a record was kept that nobody wants"
+        if self.disk_limit is not None:
+            redundant = any(value.memory and value.disk for value in values)
+            assert self.disk_used <= self.disk_limit or not redundant, "over the quota, but a record is redundant"

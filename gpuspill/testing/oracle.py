@@ -1,0 +1,313 @@
+"""An independent model of what :class:`~gpuspill.core.state.SpillState` has to guarantee.
+
+:class:`Oracle` stands in front of a state and has its methods. Each call goes to the state; what the state decided is
+then judged by the model, which shares no code with it: keys are a dictionary, a value is a few flags, every total is
+summed up again after each event. The model does not predict *which* decision is made where several are allowed; it
+knows which are allowed:
+
+===================  ================================================================================================
+guarantee            how it is judged
+===================  ================================================================================================
+never-lost           a copy is dropped or deleted only if another one exists or nobody needs the value
+counted once         every counter of the state equals the sum over the model's values
+pins                 a value in use is never dropped, whatever becomes of its keys
+admission            granted in order; within the limit, or else counted as an overrun when nothing can make room
+no deadlock          nobody waits although nothing can make room; driven to the end, nobody waits at all
+no more than needed  without its last victim, what was evicted would not have been enough
+order                a value with a known use is a victim only if no other could go that is needed later, or never
+disk quota           records never take more than is allowed
+one bad key          what is held, blocked or unspillable never keeps another value from being spilled
+===================  ================================================================================================
+
+Events that the state must refuse go through :meth:`Oracle.refused`, which checks that nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import pytest
+
+from gpuspill.core.budget import Kind, Reservation
+from gpuspill.core.policy import Order
+from gpuspill.core.residency import State
+from gpuspill.testing.model import Model, ModelPromise, ModelValue
+
+__all__ = ["Oracle"]
+
+
+class Oracle(Model):
+    """A state and the model that judges it.
+
+    Parameters
+    ----------
+    limit, disk_limit, keep_clean
+        See :class:`~gpuspill.core.state.SpillState`.
+
+    Attributes
+    ----------
+    state
+        The state. Read it as you like, but change it through the oracle only.
+    values
+        The model's values by proxy.
+    keys
+        The proxies by key.
+    promises
+        The model's reservations, released ones excluded.
+    held
+        Proxies that somebody outside holds; see :meth:`hold`.
+    events
+        How many events were judged.
+    """
+
+    # -- ownership -----------------------------------------------------------------------------------
+
+    def insert(self, key: Hashable, nbytes: int) -> int:
+        """See :meth:`SpillState.insert`."""
+        pid = self.state.insert(key, nbytes)
+        self._enter(key, pid, ModelValue(nbytes))
+        self._judge()
+        assert self.values[pid].memory, "a value that was just stored is not in memory"
+        return pid
+
+    def insert_below(self, key: Hashable, nbytes: int, record: int) -> int:
+        """See :meth:`SpillState.insert_below`."""
+        pid = self.state.insert_below(key, nbytes, record)
+        self._enter(key, pid, ModelValue(nbytes, memory=False, disk=True, record=record))
+        self._judge()
+        return pid
+
+    def _enter(self, key: Hashable, pid: int, value: ModelValue) -> None:
+        assert pid not in self._seen, "the number of a proxy was used again"
+        self._seen.add(pid)
+        self.values[pid] = value
+        self.keys[key] = pid
+
+    def alias(self, key: Hashable, pid: int) -> None:
+        """See :meth:`SpillState.alias`."""
+        self.state.alias(key, pid)
+        self.keys[key] = pid
+        self._judge()
+
+    def remove(self, key: Hashable) -> None:
+        """See :meth:`SpillState.remove`."""
+        self.state.remove(key)
+        del self.keys[key]
+        self._judge()
+
+    # -- use -----------------------------------------------------------------------------------------
+
+    def hold(self, pid: int) -> None:
+        """Somebody outside refers to a value from now on."""
+        self.held.add(pid)
+        self.values[pid].suspect = True
+
+    def let_go(self, pid: int) -> None:
+        """Nobody outside refers to a value any more. The state learns of it by a retry."""
+        self.held.discard(pid)
+
+    def touch(self, pid: int) -> None:
+        """See :meth:`SpillState.touch`."""
+        self.state.touch(pid)
+        self._judge()
+
+    def pin(self, pid: int) -> None:
+        """See :meth:`SpillState.pin`."""
+        self.state.pin(pid)
+        self.values[pid].pins += 1
+        self.values[pid].barred = False
+        self._judge()
+
+    def unpin(self, pid: int) -> None:
+        """See :meth:`SpillState.unpin`."""
+        self.state.unpin(pid)
+        self.values[pid].pins -= 1
+        self._judge()
+
+    def expect_use(self, key: Hashable, user: Hashable, order: Order) -> None:
+        """See :meth:`SpillState.expect_use`."""
+        self.state.expect_use(key, user, order)
+        self.uses.setdefault(key, {})[user] = order
+        self._judge()
+
+    def drop_use(self, key: Hashable, user: Hashable) -> None:
+        """See :meth:`SpillState.drop_use`."""
+        self.state.drop_use(key, user)
+        self.uses.get(key, {}).pop(user, None)
+        self._judge()
+
+    # -- spilling ------------------------------------------------------------------------------------
+
+    def next_spill(self) -> int | None:
+        """See :meth:`SpillState.next_spill`."""
+        pid = self.state.next_spill()
+        if pid is None:
+            self._judge()
+            excess = self.excess()
+            if excess is not None and excess > 0:
+                left = self.where(lambda value: value.candidate)
+                assert not left, f"{excess} bytes over, but {left} could be spilled"
+            return None
+        victim = self.values[pid]
+        assert victim.movable, f"{victim} is no candidate"
+        assert not victim.barred, f"{victim} was to be left alone until the next retry"
+        assert pid not in self.held, f"{victim} is held, spilling it frees nothing"
+        assert not victim.disk, f"{victim} has a record, writing it again is a waste"
+        use = self.next_use(pid)
+        if use is not None:
+            for other in self.where(lambda value: value.candidate):
+                others = self.next_use(other)
+                assert others is not None, f"{pid} is used at {use}, {other} never"
+                assert others <= use, f"{pid} is used at {use}, {other} only at {others}"
+        victim.move = "down"
+        self._judge(chosen=pid)
+        return pid
+
+    def reserve_record(self, pid: int, nbytes: int) -> bool:
+        """See :meth:`SpillState.reserve_record`."""
+        before = self.disk_used
+        allowed = self.state.reserve_record(pid, nbytes)
+        if allowed:
+            self.values[pid].record = nbytes
+        self._judge()
+        if not allowed:
+            assert self.disk_limit is not None
+            redundant = sum(v.record for v in self.values.values() if v.memory and v.disk)
+            assert self.disk_used == before, "records were given up for one that is not going to be written"
+            assert self.disk_used - redundant + nbytes > self.disk_limit, "refused, although there is room on disk"
+        return allowed
+
+    def complete_spill(self, pid: int, nbytes: int) -> None:
+        """See :meth:`SpillState.complete_spill`."""
+        self.state.complete_spill(pid, nbytes)
+        value = self.values[pid]
+        value.move, value.disk, value.record = "", True, nbytes
+        self._judge(written=pid)
+
+    def fail_spill(self, pid: int, *, forever: bool) -> None:
+        """See :meth:`SpillState.fail_spill`."""
+        self.state.fail_spill(pid, forever=forever)
+        value = self.values[pid]
+        value.move, value.record = "", 0
+        value.unspillable = forever
+        value.blocked = value.barred = not forever
+        self._judge()
+
+    def correct_size(self, pid: int, nbytes: int) -> None:
+        """See :meth:`SpillState.correct_size`."""
+        self.state.correct_size(pid, nbytes)
+        self.values[pid].nbytes = nbytes
+        self._judge()
+
+    def retry(self) -> None:
+        """See :meth:`SpillState.retry`."""
+        self._excuse_nobody()
+        self.state.retry()
+        self._judge()
+
+    def _excuse_nobody(self) -> None:
+        for pid, value in self.values.items():
+            value.blocked = value.barred = False
+            value.suspect = pid in self.held
+
+    # -- restoring -----------------------------------------------------------------------------------
+
+    def begin_restore(self, pid: int, reservation: Reservation | None = None) -> None:
+        """See :meth:`SpillState.begin_restore`."""
+        value = self.values[pid]
+        self.state.begin_restore(pid, reservation)
+        assert value.state is State.SPILLED, value
+        value.move = "up"
+        promise = None if reservation is None else self.promises.get(reservation)
+        if promise is not None and promise.granted:
+            promise.nbytes -= min(promise.nbytes, value.nbytes)
+        self._judge()
+
+    def begin_prefetch(self, pid: int, order: Order) -> bool:
+        """See :meth:`SpillState.begin_prefetch`."""
+        value = self.values[pid]
+        uses = {other: self.next_use(other) for other in self.values}
+        clean = {other for other in self.values if self.values[other].state is State.CLEAN}
+        begun = self.state.begin_prefetch(pid, order)
+        if begun:
+            assert value.state is State.SPILLED, value
+            value.move = "up"
+            excess = self.excess()
+            assert excess is None or excess <= 0, "a prefetch took room that others need"
+        for other in self._judge(more=0 if begun else value.nbytes):
+            use = uses[other]
+            assert other in clean
+            assert use is None or use > order, f"{other}, which is used at {use}, went for one used at {order}"
+        return begun
+
+    def complete_restore(self, pid: int) -> None:
+        """See :meth:`SpillState.complete_restore`."""
+        self.state.complete_restore(pid)
+        value = self.values[pid]
+        value.move, value.memory = "", True
+        self._judge()
+
+    def fail_restore(self, pid: int, *, lost: bool) -> None:
+        """See :meth:`SpillState.fail_restore`."""
+        self.state.fail_restore(pid, lost=lost)
+        value = self.values[pid]
+        value.move, value.lost = "", lost
+        self._judge()
+        if pid in self.values and lost:
+            assert not value.disk
+            assert not value.record
+
+    # -- admission -----------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int, kind: Kind) -> Reservation:
+        """See :meth:`SpillState.reserve`."""
+        reservation = self.state.reserve(nbytes, kind)
+        self.promises[reservation] = ModelPromise(kind, nbytes)
+        self.waiting.append(reservation)
+        self._judge(asked=reservation)
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """See :meth:`SpillState.release`."""
+        self.promises.pop(reservation, None)
+        if reservation in self.waiting:
+            self.waiting.remove(reservation)
+        self.state.release(reservation)
+        self._judge()
+
+    def shrink(self, reservation: Reservation, nbytes: int) -> None:
+        """See :meth:`SpillState.shrink`."""
+        promise = self.promises.get(reservation)
+        if promise is not None and promise.granted:
+            promise.nbytes = min(promise.nbytes, nbytes)
+        self.state.shrink(reservation, nbytes)
+        self._judge()
+
+    def settle(self, reservation: Reservation, nbytes: int) -> None:
+        """See :meth:`SpillState.settle`."""
+        promise = self.promises.get(reservation)
+        if promise is not None and promise.granted:
+            promise.nbytes -= min(promise.nbytes, nbytes)
+        self.state.settle(reservation, nbytes)
+
+    def set_offset(self, nbytes: int) -> None:
+        """See :meth:`SpillState.set_offset`."""
+        self.offset = nbytes
+        self.state.set_offset(nbytes)
+        self._judge()
+
+    def set_limits(self, limit: int | None, disk_limit: int | None) -> None:
+        """See :meth:`SpillState.set_limits`."""
+        self.limit, self.disk_limit = limit, disk_limit
+        self._excuse_nobody()
+        self.state.set_limits(limit, disk_limit)
+        self._judge()
+
+    # -- what must be refused ------------------------------------------------------------------------
+
+    def refused(self, error: type[Exception], event: Callable[[], object]) -> None:
+        """The event, a call of a method of the *state*, raises `error` and changes nothing."""
+        with pytest.raises(error):
+            event()
+        assert not self.state.take_effects(), "refused, but something has to be done"
+        self._judge()
