@@ -64,7 +64,8 @@ def __dir__() -> list[str]:
 def dask_setup(worker: _Worker) -> None:
     """Attach to `worker`; called by distributed's preload machinery.
 
-    A plain function and not a click command: preloads all get the same arguments, and those of other preloads (dask-cuda passes one) would be
+    A plain function and not a click command: preloads all get the same arguments, and those of other preloads
+    (dask-cuda passes one) would be
     unknown options here.
     """
     from gpuspill.distributed import attach

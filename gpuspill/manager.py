@@ -7,10 +7,9 @@ It composes the parts and offers them by key: the core decides (:mod:`gpuspill.c
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Literal
@@ -22,14 +21,15 @@ from gpuspill.core.policy import Order
 from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import SizeModel
 from gpuspill.engine import Engine
+from gpuspill.errors import ManagerClosed
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
 from gpuspill.proxy import Proxy
 from gpuspill.restoring import Restorer
-from gpuspill.serialization import Serializer
+from gpuspill.serialization import Encoded, Serializer
 from gpuspill.slots import Slot
+from gpuspill.snapshot import Statistics, take_snapshot
 from gpuspill.spilling import Spiller
-from gpuspill.snapshot import Statistics
 from gpuspill.storage.base import Receipt, Store
 
 __all__ = ["ProxifyManager"]
@@ -128,6 +128,13 @@ class ProxifyManager:
                 slots[pid] = Slot(key, value, nbytes)
                 slots.by_id[id(value)] = pid
 
+    def store_encoded(self, key: Hashable, encoded: Encoded) -> None:
+        """Put a value that came as bytes in memory under `key`; it is decoded when somebody needs it, if ever.
+
+        Evicting it before that writes the bytes as they are.
+        """
+        self.store(key, encoded, encoded.nbytes)
+
     def adopt(self, key: Hashable, nbytes: int, receipt: Receipt) -> None:
         """Put a value that is on disk already under `key`, replacing what the key held.
 
@@ -177,8 +184,8 @@ class ProxifyManager:
             return [key for key, entry in self._ledger.keys.items() if entry.residency.resident is wanted]
 
     def is_resident(self, key: Hashable) -> bool:
-        """Whether the value of `key` is in memory now. KeyError if unknown."""
-        return self._ledger.keys[key].residency.resident
+        """Whether the value of `key` is in memory and can be handed out at once. KeyError if unknown."""
+        return self._restorer.ready(self._ledger.keys[key])
 
     def nbytes(self, key: Hashable) -> int:
         """Bytes the value of `key` takes in memory, wherever it is. KeyError if unknown."""
@@ -188,7 +195,7 @@ class ProxifyManager:
         """Return the value of `key` if it is in memory, else `default`. Never does I/O; counts as a use."""
         with self._metadata:
             entry = self._ledger.keys.get(key)
-            if entry is None or not entry.residency.resident:
+            if entry is None or not self._restorer.ready(entry):
                 return default
             return self._restorer.hit(entry)
 
@@ -210,9 +217,9 @@ class ProxifyManager:
         """
         with self._metadata:
             entry = self._ledger.keys[key]
-            resident = entry.residency.resident
-            value = self._restorer.hit(entry) if resident else None
-        if not resident:
+            ready = self._restorer.ready(entry)
+            value = self._restorer.hit(entry) if ready else None
+        if not ready:
             return self._restorer.bring(key, entry.pid)
         self._observe_hit(entry.nbytes)
         return value
@@ -258,46 +265,44 @@ class ProxifyManager:
                     found[key] = entry
                 elif missing == "raise":
                     raise KeyError(key)
-            if all(entry.residency.resident for entry in found.values()):
+            if all(map(self._restorer.ready, found.values())):
                 result.set_result({key: self._restorer.hit(entry) for key, entry in found.items()})
                 return result
             admission = self._promise(found, {}, 0, Kind.TRANSFER)
         result.add_done_callback(lambda _: admission.release())
-        admission.add_done_callback(partial(copy_context().run, self._gather, admission, result))
+        admission.add_done_callback(
+            partial(copy_context().run, self._restorer.gather, admission, result, self._settle_inputs)
+        )
         return result
 
-    def _gather(self, admission: Admission, result: Future[dict[Hashable, Any]]) -> None:
-        """Start the restores of what was admitted; the last one to end delivers."""
-        if result.cancelled():
-            return
-        if not admission.pids:
-            result.set_result({})
-            return
-        pending = [(key, self._restorer.start(key, pid, admission)) for key, pid in admission.pids.items()]
-        lock = threading.Lock()
-        left = len(pending)
+    def export(self, admission: Admission) -> Future[dict[Hashable, Encoded | Any]]:
+        """Return a future of what to send for the inputs of an admission, read on the restore threads.
 
-        def ended(_: Future[Any]) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                if left:
-                    return
+        The value itself where it is in memory; else its record's bytes, checked but not decoded. Residency and recency
+        stay what they are. The future never waits for room: whoever sends bounds what is under way.
+
+        Raises
+        ------
+        DataLostError, ManagerClosed
+            In the future: a value cannot be read.
+        """
+        result: Future[dict[Hashable, Encoded | Any]] = Future()
+
+        def read() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
             try:
-                try:
-                    values = {key: self._restorer.outcome(key, future) for key, future in pending}
-                except Exception as error:
-                    result.set_exception(error)
-                else:
-                    self._settle_inputs(admission)
-                    result.set_result(values)
-            except InvalidStateError:
-                pass  # cancelled
-            finally:
-                pending.clear()
+                values = {key: self._restorer.export(key, pid) for key, pid in admission.pids.items()}
+            except BaseException as error:
+                result.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                result.set_result(values)
 
-        for _, future in list(pending):
-            future.add_done_callback(ended)
+        if not self._engine.submit(partial(copy_context().run, read)):
+            result.set_exception(ManagerClosed("the store was closed"))
+        return result
 
     # -- admission, pins, hints ----------------------------------------------------------------------
 
@@ -389,7 +394,7 @@ class ProxifyManager:
         with self._metadata:
             for key, pid in admission.pids.items():
                 entry = self._restorer.entry(key, pid)
-                if entry.residency.resident:
+                if self._restorer.ready(entry):
                     values[key] = self._restorer.hit(entry)
                     hits.append(entry.nbytes)
                 else:
@@ -412,7 +417,9 @@ class ProxifyManager:
         that nobody needs.
         """
         result: Future[dict[Hashable, Any]] = Future()
-        admission.add_done_callback(partial(copy_context().run, self._gather, admission, result))
+        admission.add_done_callback(
+            partial(copy_context().run, self._restorer.gather, admission, result, self._settle_inputs)
+        )
         return result
 
     def _settle_inputs(self, admission: Admission) -> None:
@@ -532,48 +539,7 @@ class ProxifyManager:
 
     def statistics(self) -> Statistics:
         """Return a snapshot of every number. O(1) but for the waiting line."""
-        with self._metadata as state:
-            counters, totals, ledger, restorer = state.counters, self._metadata.totals, self._ledger, self._restorer
-            return Statistics(
-                limit=state.memory.limit,
-                disk_limit=state.disk.limit,
-                keys=len(ledger.keys),
-                values=len(ledger.entries),
-                host_keys=len(ledger.entries) - state.spilled,
-                disk_keys=state.spilled,
-                host_nbytes=state.memory.used,
-                pinned_nbytes=state.pinned_nbytes,
-                spilled_nbytes=state.spilled_nbytes,
-                disk_nbytes=state.disk.used,
-                reserved_nbytes=state.memory.reserved,
-                offset_nbytes=state.memory.offset,
-                waiting=sum(1 for _ in state.memory.waiters()),
-                hits=restorer.hits,
-                misses=restorer.misses,
-                spills=counters.spills,
-                spilled_total_nbytes=counters.spilled_nbytes,
-                clean_drops=counters.clean_drops,
-                restores=counters.restores,
-                restored_total_nbytes=counters.restored_nbytes,
-                prefetches=counters.prefetches,
-                spill_failures=counters.spill_failures,
-                restore_failures=counters.restore_failures,
-                lost=counters.lost,
-                unspillable=state.unspillable,
-                set_aside=state.set_aside,
-                waits=counters.waits,
-                overruns=counters.overruns,
-                wait_seconds=totals["wait"],
-                written_nbytes=int(totals["written"]),
-                read_nbytes=int(totals["read"]),
-                write_seconds=totals["write"],
-                read_seconds=totals["reading"],
-                serialize_seconds=totals["serialize"],
-                deserialize_seconds=totals["deserialize"],
-                raw_nbytes=int(totals["raw"]),
-                loop_io=restorer.loop_io,
-                records_reclaimed=counters.records_reclaimed,
-            )
+        return take_snapshot(self._metadata, self._restorer)
 
     def validate(self) -> None:
         """Raise AssertionError if the manager's tables and the core's contradict each other. O(n)."""
@@ -589,7 +555,8 @@ class ProxifyManager:
                 else:
                     assert slot.value is None, slot.key
                 assert (slot.receipt is not None) == residency.has(Tier.DISK), slot.key
-                assert (slot.restoring is not None) == (residency.target == Tier.HOST), slot.key
+                decoding = slot.restoring is not None and isinstance(slot.value, Encoded)
+                assert decoding or (slot.restoring is not None) == (residency.target == Tier.HOST), slot.key
                 assert residency.lost == (slot.lost is not None), slot.key
             assert len(slots.by_id) == sum(entry.residency.resident for entry in entries.values())
 

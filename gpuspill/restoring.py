@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from gpuspill.engine import Engine
 from gpuspill.errors import DataLostError, ManagerClosed, StorageError
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
-from gpuspill.serialization import Serializer
+from gpuspill.serialization import Encoded, Serializer
 from gpuspill.storage.base import Receipt, Store
 
 __all__ = ["Restorer"]
@@ -80,25 +80,77 @@ class Restorer:
             raise KeyError(key)
         return entry
 
+    def ready(self, entry: Entry) -> bool:
+        """Whether the value of an entry can be handed out at once."""
+        return entry.residency.resident and self._metadata.slots.ready(entry.pid)
+
     def hit(self, entry: Entry) -> Any:
-        """Return the value of an entry in memory, as a use."""
+        """Return the value of an entry that is ready, as a use."""
         self.hits += 1
         self._metadata.state.touch(entry.pid)
         return self._metadata.slots[entry.pid].value
 
     def _begin(self, key: Hashable, pid: int, admission: Admission | None) -> tuple[Future[Any], bool]:
-        """Join a restore in flight or begin one; the flag tells whether the caller has to run it."""
+        """Join a restore in flight or begin one; the flag tells whether the caller has to run it.
+
+        Decoding a value that came as bytes is a restore from memory: the proxy is pinned instead of moving.
+        """
         slot = self._metadata.slots[pid]
         if slot.lost is not None:
             raise DataLostError(slot.lost, key)
         if slot.restoring is not None:
             return slot.restoring, False
+        state = self._metadata.state
+        if isinstance(slot.value, Encoded):
+            state.pin(pid)
+            slot.restoring = Future()
+            return slot.restoring, True
         if self._metadata.closed:
             raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
         self.misses += 1
-        self._metadata.state.begin_restore(pid, None if admission is None else admission.reservation)
+        state.begin_restore(pid, None if admission is None else admission.reservation)
         slot.restoring = Future()
         return slot.restoring, True
+
+    # -- several at once -----------------------------------------------------------------------------
+
+    def gather(
+        self,
+        admission: Admission,
+        result: Future[dict[Hashable, Any]],
+        settle: Callable[[Admission], None],
+    ) -> None:
+        """Start the restores of what was admitted; the last one to end calls `settle` and delivers in `result`."""
+        if result.cancelled():
+            return
+        if not admission.pids:
+            result.set_result({})
+            return
+        pending = [(key, self.start(key, pid, admission)) for key, pid in admission.pids.items()]
+        lock = threading.Lock()
+        left = len(pending)
+
+        def ended(_: Future[Any]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            try:
+                try:
+                    values = {key: self.outcome(key, future) for key, future in pending}
+                except Exception as error:
+                    result.set_exception(error)
+                else:
+                    settle(admission)
+                    result.set_result(values)
+            except InvalidStateError:
+                pass  # cancelled
+            finally:
+                pending.clear()
+
+        for _, future in list(pending):
+            future.add_done_callback(ended)
 
     # -- without the lock ----------------------------------------------------------------------------
 
@@ -114,7 +166,7 @@ class Restorer:
         """
         with self._metadata:
             entry = self.entry(key, pid)
-            if entry.residency.resident:
+            if self.ready(entry):
                 return self.hit(entry)
             future, ours = self._begin(key, pid, admission)
         if threading.get_ident() == self.loop_thread and not future.done():
@@ -132,7 +184,7 @@ class Restorer:
         with self._metadata:
             try:
                 entry = self.entry(key, pid)
-                if entry.residency.resident:
+                if self.ready(entry):
                     done.set_result(self.hit(entry))
                     return done
                 future, ours = self._begin(key, pid, admission)
@@ -160,7 +212,10 @@ class Restorer:
 
     def _restore(self, pid: int) -> None:
         """Bring a value back. Whoever calls this began the restore under the lock. Never raises an Exception."""
-        slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy with a move in flight
+        slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy that moves or is pinned
+        if isinstance(slot.value, Encoded):
+            self._decode(pid, slot.value)
+            return
         receipt = slot.receipt
         assert receipt is not None
         ghost = slot.ghost
@@ -180,7 +235,77 @@ class Restorer:
             state.complete_restore(pid)
         future.set_result(value)
 
+    def _decode(self, pid: int, encoded: Encoded) -> None:
+        """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""
+        slot = self._metadata.slots[pid]
+        clock = self._metadata.clock
+        start = clock()
+        value, error = None, None
+        try:
+            value = self._serializer.loads(encoded.header, [memoryview(frame) for frame in encoded.frames])
+        except BaseException as caught:
+            error = caught
+        seconds = clock() - start
+        with self._metadata as state:
+            future, slot.restoring = slot.restoring, None
+            assert future is not None
+            if error is None:
+                self._metadata.slots.attach(pid, value)
+            self._metadata.totals["deserialize"] += seconds
+            state.unpin(pid)
+        if error is not None:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise error
+            return
+        future.set_result(value)
+        if self._observer is not None:
+            self._observer("deserialize", seconds, "seconds")
+
+    def export(self, key: Hashable, pid: int) -> Encoded | Any:
+        """Return what to send to somebody else: the value if it is in memory, else its record as it is. Blocks.
+
+        Residency and recency stay what they are. The caller has pinned the proxy.
+
+        Raises
+        ------
+        KeyError, DataLostError, ManagerClosed
+            As :meth:`bring`.
+        """
+        with self._metadata:
+            entry = self.entry(key, pid)
+            slot = self._metadata.slots[pid]
+            if slot.lost is not None:
+                raise DataLostError(slot.lost, key)
+            if entry.residency.resident:
+                return slot.value
+            receipt, restoring = slot.receipt, slot.restoring
+            if restoring is None and self._metadata.closed:
+                raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+        if restoring is not None:
+            return self.outcome(key, restoring)
+        assert receipt is not None
+        try:
+            header, frames = self._read_record(receipt)
+        except DataLostError:
+            # Says so to everybody who waits for the value, and comes back with the key; or the value has been restored
+            # meanwhile and its record given up.
+            return self.bring(key, pid)
+        return Encoded(header, frames, entry.nbytes)
+
     def _read(self, receipt: Receipt) -> object:
+        header, frames = self._read_record(receipt)
+        clock = self._metadata.clock
+        start = clock()
+        value = self._serializer.loads(header, frames)
+        seconds = clock() - start
+        with self._metadata:
+            self._metadata.totals["deserialize"] += seconds
+        if self._observer is not None:
+            self._observer("deserialize", seconds, "seconds")
+        return value
+
+    def _read_record(self, receipt: Receipt) -> tuple[bytes, list[memoryview]]:
         clock = self._metadata.clock
         start = clock()
         try:
@@ -189,20 +314,16 @@ class Restorer:
             # Nothing says that the record is bad, and a task would fail: once more, for what passes (an interrupted
             # call, a full file table).
             header, frames = self._store.read(receipt, self._allocate)
-        middle = clock()
-        value = self._serializer.loads(header, frames)
-        stop = clock()
+        seconds = clock() - start
         with self._metadata:
             totals = self._metadata.totals
-            totals["reading"] += middle - start
+            totals["reading"] += seconds
             totals["read"] += receipt.nbytes
-            totals["deserialize"] += stop - middle
         if self._observer is not None:
-            self._observer("disk-read", middle - start, "seconds")
+            self._observer("disk-read", seconds, "seconds")
             self._observer("disk-read", 1, "count")
             self._observer("disk-read", receipt.nbytes, "bytes")
-            self._observer("deserialize", stop - middle, "seconds")
-        return value
+        return header, frames
 
     def _fail(self, pid: int, error: BaseException) -> None:
         with self._metadata as state:

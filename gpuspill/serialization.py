@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from gpuspill.storage.base import Buffer
 
-__all__ = ["PickleSerializer", "Serialized", "Serializer"]
+__all__ = ["Encoded", "PickleSerializer", "Serialized", "Serializer"]
 
 
 class Serialized(NamedTuple):
@@ -30,6 +31,23 @@ class Serialized(NamedTuple):
 
     header: bytes
     frames: Sequence[Buffer]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Encoded:
+    """A value that is kept as bytes until somebody needs it: how it came over the network, or how it lies on disk.
+
+    Attributes
+    ----------
+    header, frames
+        As in :class:`Serialized`; the frames belong to whoever holds this object.
+    nbytes
+        Bytes that the value will take in memory.
+    """
+
+    header: bytes
+    frames: Sequence[Buffer]
+    nbytes: int
 
 
 class Serializer(Protocol):

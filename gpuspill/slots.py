@@ -9,6 +9,7 @@ from sys import getrefcount
 from typing import Any
 
 from gpuspill.core.ledger import Entry
+from gpuspill.serialization import Encoded
 from gpuspill.storage.base import Receipt
 
 __all__ = ["Slot", "Slots"]
@@ -26,7 +27,8 @@ class Slot:
     key
         One key it was stored under, for messages.
     value
-        The value while it is in memory, else None.
+        The value while it is in memory, else None. An :class:`~gpuspill.serialization.Encoded` that nobody has needed
+        yet is in memory too, but has to be decoded before it can be handed out.
     kind
         Its type.
     sizeof
@@ -34,7 +36,7 @@ class Slot:
     receipt
         Its record, if there is one.
     restoring
-        The future of a restore in flight: single flight.
+        The future of a restore or of a decoding in flight: single flight.
     ghost
         Weak reference to a value that was evicted while somebody held it.
     refusals
@@ -67,9 +69,16 @@ class Slots(dict[int, Slot]):
         slot = Slot(None, object(), 0)
         self._unheld = getrefcount(slot.value)
 
+    def ready(self, pid: int) -> bool:
+        """Whether the value, given that it is in memory, can be handed out at once."""
+        slot = self.get(pid)
+        return slot is not None and type(slot.value) is not Encoded
+
     def attach(self, pid: int, value: object) -> None:
-        """Put a restored value in its slot."""
+        """Put a value that was restored or decoded in its slot."""
         slot = self[pid]
+        self.by_id.pop(id(slot.value), None)
+        slot.kind = type(value)
         slot.value, slot.restoring, slot.ghost, slot.refusals = value, None, None, 0
         self.by_id[id(value)] = pid
 

@@ -7,7 +7,7 @@ import logging
 from gpuspill.core.sizes import SizeModel
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
-from gpuspill.serialization import Serializer
+from gpuspill.serialization import Encoded, Serializer
 from gpuspill.storage.base import Store
 
 __all__ = ["Spiller"]
@@ -87,16 +87,20 @@ class Spiller:
         value = slot.value  # stays: nothing may drop the source of a move
         start = clock()
         try:
-            header, frames = self._serializer.dumps(value)
+            if isinstance(value, Encoded):
+                header, frames = value.header, value.frames
+            else:
+                header, frames = self._serializer.dumps(value)
             raw = len(header) + sum(memoryview(frame).nbytes for frame in frames)
         except Exception as error:
             self._fail(pid, error, forever=not isinstance(error, MemoryError | OSError))
             return
         middle = clock()
         with metadata as state:
-            corrected = self._sizes.learn(slot.kind, slot.sizeof, raw)
-            if corrected is not None:
-                state.correct_size(pid, corrected)
+            if slot.kind is not Encoded:
+                corrected = self._sizes.learn(slot.kind, slot.sizeof, raw)
+                if corrected is not None:
+                    state.correct_size(pid, corrected)
             allowed = state.reserve_record(pid, raw)
         # On leaving the block the records that were given up for this one have been deleted.
         if not allowed:
