@@ -140,8 +140,8 @@ class NextUse:
     Notes
     -----
     A key is known here before its value is, and after. O(log n) amortised in the number of users of
-    a key: a user that is done is dropped from the set at once and from the heap when it surfaces.
-    Not thread-safe.
+    a key: a user that is done is dropped from the set at once, from the heap when it surfaces or
+    when most of the heap is such items. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -158,8 +158,17 @@ class NextUse:
         if users.get(user) == order:
             return
         users[user] = order
+        heap = self._heaps.setdefault(key, [])
+        if len(heap) > 64 and len(heap) > 2 * len(users):
+            # Most are of users that are done, behind one that takes its time.
+            heap[:] = [(other, self._count(), name) for name, other in users.items()]
+            heapq.heapify(heap)
+        else:
+            heapq.heappush(heap, (order, self._count(), user))
+
+    def _count(self) -> int:
         self._counter += 1
-        heapq.heappush(self._heaps.setdefault(key, []), (order, self._counter, user))
+        return self._counter
 
     def drop(self, key: Hashable, user: Hashable) -> bool:
         """`user` has read `key`, or never will. Returns whether that was expected."""

@@ -709,21 +709,25 @@ class SpillState:
         if residency.has(Tier.DISK):
             if not residency.resident:
                 self._count_spilled(entry, -1)
-            self.disk.used -= entry.disk_nbytes
-            entry.disk_nbytes = 0
+            freed, entry.disk_nbytes = entry.disk_nbytes, 0
+            self.disk.used -= freed
             self._effects.deleted.append(entry.pid)
-            self._unblock()
+            self._unblock(freed)
         self.unspillable -= entry.unspillable
         self.ledger.forget(entry)
         self._effects.forgotten.append(entry.pid)
 
-    def _unblock(self) -> None:
-        """The disk has more room than before: what failed for lack of it may be tried again."""
-        if self._blocked:
-            pids = list(self._blocked)
-            self._blocked.clear()
-            for pid in pids:
-                self._classify(self.ledger.entries[pid])
+    def _unblock(self, nbytes: int) -> None:
+        """The disk has room for `nbytes` more: what failed for lack of it, and may fit now, is tried again.
+
+        Only so many, longest set aside first: trying one means to serialise it.
+        """
+        while self._blocked and nbytes > 0:
+            pid = next(iter(self._blocked))
+            del self._blocked[pid]
+            entry = self.ledger.entries[pid]
+            self._classify(entry)
+            nbytes -= max(1, entry.nbytes)
 
     @staticmethod
     def _charged(entry: Entry) -> bool:
