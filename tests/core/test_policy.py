@@ -1,0 +1,338 @@
+"""The eviction order against a sorted list, Bélády's rule against a simulation, and how much work it all is."""
+
+import math
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuspill.core.policy import EvictionQueue, NextUse, Order
+from gpuspill.core.state import SpillState
+
+from .counting import Comparisons, count_lines
+
+orders = st.lists(st.integers(0, 3).map(float), min_size=1, max_size=3).map(tuple)
+
+
+class SortedList:
+    """The same order, found by sorting everything each time."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[str, Order]] = {}
+        self.now = 0.0
+
+    def add(self, pid: int, order: Order | None, spent: bool) -> None:
+        self.now += 1
+        if order is not None:
+            self.entries[pid] = "planned", order
+        else:
+            self.entries[pid] = "spent" if spent else "recent", (self.now,)
+
+    def touch(self, pid: int) -> None:
+        self.now += 1
+        if pid in self.entries and self.entries[pid][0] != "planned":
+            self.entries[pid] = "recent", (self.now,)
+
+    def first(self) -> set[int]:
+        """Return all who may be next: those with the same furthest use are equal."""
+        for kind, choose in ("spent", min), ("recent", min), ("planned", max):
+            order = {pid: order for pid, (of, order) in self.entries.items() if of == kind}
+            if order:
+                best = choose(order.values())
+                return {pid for pid in order if order[pid] == best}
+        return set()
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, st.booleans()),
+        st.tuples(st.sampled_from(["discard", "touch"]), st.integers(0, 8)),
+        st.just(("pop",)),
+    ),
+    max_size=150,
+)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(operations)
+def test_eviction_order_against_a_sorted_list(operations):
+    queue, model = EvictionQueue(), SortedList()
+    for operation, *arguments in operations:
+        if operation == "add":
+            pid, order, spent = arguments
+            queue.add(pid, order, spent=spent)
+            model.add(pid, order, spent)
+        elif operation == "discard":
+            queue.discard(*arguments)
+            model.entries.pop(arguments[0], None)
+        elif operation == "touch":
+            queue.touch(*arguments)
+            model.touch(*arguments)
+        elif (pid := queue.peek()) is not None:
+            queue.discard(pid)
+            assert pid in model.first()
+            del model.entries[pid]
+        queue.validate()
+        assert len(queue) == len(model.entries)
+        assert set(queue) == model.entries.keys()
+        assert all((pid in queue) == (pid in model.entries) for pid in range(9))
+        assert queue.peek() in (model.first() or {None})
+        for pid, (kind, order) in model.entries.items():
+            assert queue.next_use(pid) == (order if kind == "planned" else None)
+        assert queue.next_use(99) is None
+
+
+uses = st.lists(
+    st.one_of(
+        st.tuples(st.just("expect"), st.sampled_from("ab"), st.integers(0, 4), orders),
+        st.tuples(st.just("drop"), st.sampled_from("ab"), st.integers(0, 4)),
+    ),
+    max_size=100,
+)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(uses)
+def test_next_use_against_a_dictionary(uses):
+    queue = NextUse()
+    model: defaultdict[str, dict[int, Order]] = defaultdict(dict)
+    for operation, key, user, *order in uses:
+        if operation == "expect":
+            queue.expect(key, user, *order)
+            model[key][user] = order[0]
+        else:
+            assert queue.drop(key, user) == (user in model[key])
+            model[key].pop(user, None)
+        for name in "abc":
+            assert queue.next(name) == min(model[name].values(), default=None)
+        assert len(queue) == sum(bool(users) for users in model.values())
+
+
+def test_users_that_cannot_be_compared():
+    queue = NextUse()
+    queue.expect("key", object(), (1.0,))
+    queue.expect("key", "text", (1.0,))
+    queue.expect("key", 1, (1.0,))
+    assert queue.next("key") == (1.0,)
+
+
+# -- Bélády --------------------------------------------------------------------------------------------
+
+NBYTES = 10
+
+
+def run_state(accesses: list[int], blocks: int, capacity: int, *, known: bool) -> tuple[int, set[int]]:
+    """Return the number of misses and what was in memory at first, for a store that has room for so many blocks."""
+    state = SpillState(limit=capacity * NBYTES)
+    pids = [state.insert(block, NBYTES) for block in range(blocks)]
+    if known:
+        for time, block in enumerate(accesses):
+            state.expect_use(block, time, (float(time),))
+    spill(state)
+    at_first = {block for block in range(blocks) if state.find(block).residency.resident}
+    misses = 0
+    for time, block in enumerate(accesses):
+        pid = pids[block]
+        if not state.find(block).residency.resident:
+            misses += 1
+            state.begin_restore(pid)
+            spill(state)
+            state.complete_restore(pid)
+        state.touch(pid)
+        state.drop_use(block, time)
+        assert state.memory.used <= capacity * NBYTES
+    state.validate()
+    return misses, at_first
+
+
+def spill(state: SpillState) -> None:
+    while (pid := state.next_spill()) is not None:
+        assert state.reserve_record(pid, NBYTES)
+        state.complete_spill(pid, NBYTES)
+
+
+def belady(accesses: list[int], at_first: set[int], capacity: int) -> int:
+    """Return the least number of misses there can be, by looking ahead at every one."""
+    cache, misses = set(at_first), 0
+    for time, block in enumerate(accesses):
+        if block in cache:
+            continue
+        misses += 1
+        if len(cache) == capacity:
+            ahead = accesses[time:]
+            cache.remove(max(cache, key=lambda other: ahead.index(other) if other in ahead else math.inf))
+        cache.add(block)
+    return misses
+
+
+@pytest.mark.parametrize(("blocks", "capacity"), [(5, 4), (10, 3), (10, 9), (30, 10), (20, 1)])
+def test_a_cyclic_scan_with_known_uses_misses_as_little_as_can_be(blocks, capacity):
+    accesses = list(range(blocks)) * 6
+    misses, at_first = run_state(accesses, blocks, capacity, known=True)
+    assert misses == belady(accesses, at_first, capacity)
+    if capacity > 1:
+        assert misses < 0.9 * len(accesses)
+    lru, _ = run_state(accesses, blocks, capacity, known=False)
+    assert lru == len(accesses), "plain recency misses every time, which is what makes this scan the worst case"
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(st.integers(1, 6), st.lists(st.integers(0, 7), min_size=1, max_size=60))
+def test_any_accesses_with_known_uses_miss_as_little_as_can_be(capacity, accesses):
+    misses, at_first = run_state(accesses, 8, capacity, known=True)
+    assert misses == belady(accesses, at_first, capacity)
+
+
+def test_what_is_used_up_goes_before_what_was_never_announced():
+    state = SpillState(limit=30)
+    used_up, old, new = (state.insert(key, 10) for key in ("used up", "old", "new"))
+    state.expect_use("used up", "task", (1.0,))
+    state.drop_use("used up", "task")
+    state.touch(old)
+    state.insert("more", 20)
+    assert [state.next_spill(), state.next_spill()] == [used_up, new]
+
+
+# -- how much work ---------------------------------------------------------------------------------------
+
+MANY = 100_000
+
+
+def test_recency_compares_nothing():
+    queue, comparisons = EvictionQueue(), Comparisons()
+    queue.add(-1, (comparisons.number(1.0),))
+    for pid in range(1000):
+        queue.add(pid)
+    before = comparisons.count
+    for pid in range(1000):
+        queue.touch(pid)
+        queue.discard(queue.peek())
+    assert comparisons.count == before
+
+
+@pytest.mark.parametrize(("pattern", "count"), [("rising", MANY), ("falling", 5000), ("random", 5000), ("equal", 5000)])
+def test_known_uses_cost_log_n_comparisons(pattern, count):
+    queue, comparisons = EvictionQueue(), Comparisons()
+    make = {
+        "rising": lambda i: i,
+        "falling": lambda i: -i,
+        "random": lambda i: random.Random(i).random(),
+        "equal": lambda i: 0,
+    }[pattern]
+    for pid in range(count):
+        queue.add(pid, (comparisons.number(make(pid)),))
+    for pid in range(0, count, 10):  # some of them change, half of these leave
+        queue.add(pid, (comparisons.number(make(pid + 7)),))
+        if pid % 20 == 0:
+            queue.discard(pid)
+    while (pid := queue.peek()) is not None:
+        queue.discard(pid)
+    operations = 2 * count
+    # A tuple is compared by looking for the first difference, then at it: two or three comparisons each time.
+    assert comparisons.count < 3 * operations * math.log2(count)
+    assert len(queue) == 0
+
+
+def test_a_use_that_keeps_changing_does_not_pile_up():
+    queue = EvictionQueue()
+    for pid in range(100):
+        queue.add(pid, (float(pid),))
+    for time in range(10_000):
+        queue.add(5, (float(time),))
+    assert len(queue._heap) < 1000
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_users_that_come_and_go_do_not_pile_up(late):
+    """One task waits for ever, thousands of others use the same key meanwhile, sooner or later than it would."""
+    uses = NextUse()
+    uses.expect("key", "waits", (0.0 if late else 1e9,))
+    for time in range(10_000):
+        uses.expect("key", time, (float(time),))
+        uses.drop("key", time)
+    assert len(uses._heaps["key"]) < 1000
+    assert uses.next("key") == (0.0 if late else 1e9,)
+
+
+def test_finding_the_next_use_is_log_n_comparisons():
+    uses, comparisons = NextUse(), Comparisons()
+    count = 10_000
+    for user in range(count):
+        uses.expect("key", user, (comparisons.number(random.Random(user).random()),))
+    for user in range(count):
+        uses.next("key")
+        uses.drop("key", user)
+    assert comparisons.count < 3 * 2 * 2 * count * math.log2(count)
+
+
+@pytest.fixture(scope="module")
+def states():
+    """States of very different size, over their limit by a little, half on disk, with known uses."""
+
+    def make(count: int) -> SpillState:
+        state = SpillState(limit=None, disk_limit=count * NBYTES)
+        for key in range(count):
+            state.insert(key, NBYTES)
+            if key % 3 == 0:
+                state.expect_use(key, 0, (float(key),))
+        state.memory.limit = count // 2 * NBYTES
+        spill(state)
+        return state
+
+    return {count: make(count) for count in (100, 10_000, MANY)}
+
+
+def test_no_event_costs_more_with_more_values(states):
+    """An event on one value is no more lines of code with a thousand times the values."""
+
+    def round_of_events(state: SpillState, start: int) -> None:
+        for key in range(start, start + 20):
+            entry = state.find(key)
+            pid = entry.pid
+            state.pin(pid)
+            state.expect_use(key, 1, (float(key % 7),))
+            if not entry.residency.resident:
+                reservation = state.reserve(NBYTES, 0)
+                state.begin_restore(pid, reservation)
+                state.complete_restore(pid)
+                state.release(reservation)
+            state.touch(pid)
+            state.drop_use(key, 1)
+            state.unpin(pid)
+            state.alias("alias", pid)
+            state.insert("new", NBYTES)
+            spill(state)
+            state.remove("alias")
+            state.remove("new")
+            state.remove(key)
+            state.insert(key, NBYTES)
+            spill(state)
+            state.take_effects()
+
+    lines = {count: count_lines(lambda: round_of_events(states[count], 7)) for count in states}
+    assert lines[MANY] < 2 * lines[100], lines
+    for state in states.values():
+        state.validate()
+
+
+def test_one_deletion_does_not_reconsider_all_that_the_disk_refused():
+    """With the quota used up, thousands of values wait for room on disk; a little room is for a few of them."""
+    lines = {}
+    for count in 100, 10_000:
+        state = SpillState(limit=0, disk_limit=NBYTES)
+        state.insert("on disk", NBYTES)
+        spill(state)
+        for key in range(count):
+            state.insert(key, NBYTES)
+        while (pid := state.next_spill()) is not None:
+            assert not state.reserve_record(pid, NBYTES)
+            state.fail_spill(pid, forever=False)
+        assert state.set_aside == count
+        lines[count] = count_lines(lambda state=state: state.remove("on disk"))
+        assert 0 < len(state.queue) < 50
+        spill(state)
+        assert state.spilled == 1
+        state.validate()
+    assert lines[10_000] < 2 * lines[100], lines
