@@ -1,0 +1,432 @@
+"""The device port: what gpuspill needs of a device, and what both sides promise.
+
+An adapter implements :class:`Device` and its companions once per kind of device. Everything above (the manager and
+its engine) is written against this page, and ``gpuspill.testing.devices.DeviceTests`` is this page as tests.
+
+Words
+-----
+*Allocation*: one piece of device memory that is freed as a whole. *Array*: an object of some library that looks at
+(part of) an allocation; several arrays may share one. *Stream*: a queue of work on the device, done in order.
+*Copy*: bytes moved between an allocation and a host buffer; it is enqueued on a stream and done later. *Event*: a
+point in a stream. *Producer*: whoever filled an allocation, on a stream of its own, often one we do not know.
+*Observed*: a host thread learnt, from an event, a stream or the device, that work is done. Time passing observes
+nothing.
+
+Ownership
+---------
+An :class:`Allocation` owns its memory and is kept alive by references: those of whoever allocated it and those of
+every array built on it. The memory is freed when the last of them goes. :meth:`Device.free` gives it up earlier and
+is for the one who allocated it and built no array on it, or dropped them all (a restore that failed half way).
+Freeing twice is an error, and so is any use afterwards. Memory that a library allocated (an array made by a user's
+task) is never freed through the port: the port drops its references, and the library frees.
+
+Identity
+--------
+An allocation is told by (device, base address, size), never by the ``id`` of a Python object: ids are reused, and so
+are addresses, but not while the allocation lives. An allocation of no bytes has an identity of its own, too.
+
+Aliasing
+--------
+Arrays on one allocation share bytes: what is written through one is seen through all. A spill copies the allocation,
+once, and not the arrays; a restore makes one allocation and rebuilds every array on it with the layout it had, so
+sharing survives. Nothing here copies on the device: a device that is full has no room for that.
+
+Streams
+-------
+The port's copies run on streams that belong to it, one per direction (:meth:`Device.stream`), which do not block
+with the streams that others compute on. Copies of one stream are done in the order in which they were enqueued;
+streams are not ordered with each other unless someone orders them. The two directions run at the same time.
+
+Ordering
+--------
+Enqueueing says nothing about when. Three things order work B after work A: both are on one stream; the stream of B
+waited for an event of A's stream that was recorded after A (:meth:`Stream.wait`, which blocks no thread); or a host
+thread observed that A is done before it enqueued B. **A copy from an allocation must be ordered after its
+producer.** Where the producer's stream is known, record an event there; where it is not, which is the rule for what
+tasks return, :meth:`Device.synchronize` observes everything. A copy *into* an allocation must be ordered after
+every use of the bytes it replaces.
+
+Completion
+----------
+The destination of a copy holds nothing useful until its event was observed: :meth:`Event.done` returned True or
+:meth:`Event.wait` did. Until then the destination must not be read, and neither end be changed, freed or used for
+another copy that is not ordered after this one. An event that is observed covers all that its stream did before it,
+and all that this was ordered after.
+
+Host buffers
+------------
+Any C-contiguous object with the buffer protocol; writable if it is a destination. Its address and size must not
+change while a copy is in flight; the copy refers to it until the event was observed. Pageable memory is accepted and
+may be slower or make the call block; :meth:`Device.pinned` gives memory for which neither holds, which is scarce and
+slow to get: keep it and use it again.
+
+Two-phase release
+-----------------
+A spill is: order after the producer, copy, *observe the event*, check, and only then drop the arrays and the
+allocation. The destination is not a copy before the event was observed, so the device memory stays authoritative
+until then. A restore is: allocate, copy, *observe the event*, and only then build arrays on it and hand them out;
+the lower tier's copy stays authoritative until then. An allocation that is dropped or freed while a copy of it is in
+flight is an error of the caller. An adapter raises :class:`FreedUnderCopy` where it can tell (:meth:`Device.free`
+always can) and never lets such a copy pass for a good one.
+
+Out of memory
+-------------
+An allocation that does not fit, by the port or by a library, calls the hooks (:meth:`Device.on_out_of_memory`) with
+the bytes asked for and the number of times this allocation was retried. A hook that returns True says "I freed
+something, try again"; False passes to the next; when all have passed, ``MemoryError`` is raised
+(:class:`OutOfMemory` by the port). An exception in a hook reaches whoever allocates. Hooks form a chain with those
+that others installed; who is asked first is not promised. Whoever installs one checks from time to time that it is
+still installed: a library that sets up its memory anew drops it.
+
+The hook runs in the thread that allocates, in the middle of whatever that thread does, with no lock of the port
+held; several threads may be in it at once. It may copy, synchronise and free. It should not allocate device memory:
+an allocation that fails inside a hook does **not** call hooks again, it raises at once. It must not wait for a move
+that the allocating thread itself is doing.
+
+Threads and locks
+-----------------
+Every method may be called from any thread. None is called with a lock of the caller held that a hook could want. The
+port holds no lock of its own across a copy, a hook, or an allocation of host memory. Enqueueing returns without
+waiting for the device, as far as the host buffer allows. Nothing runs in the background in Python: no threads,
+no callbacks on completion. Waiting for an event cannot be cancelled; give it a timeout and look again.
+
+Errors
+------
+``ValueError`` and ``TypeError``: an argument makes no sense (a size below zero, a copy out of bounds, a buffer that
+is read-only or not contiguous); nothing was enqueued. :class:`OutOfMemory`: see above; nothing was allocated.
+:class:`DeviceError` and what derives from it: the contract was broken, or the device failed; the data of the copy
+concerned is not valid and the other copy stays authoritative. Reading them as a failed move is right.
+
+Not promised
+------------
+That misuse is detected on real devices (it is, on the simulated one); that memory freed by us is what
+:meth:`Device.memory_info` reports as free (pools keep memory; others use the device); fairness between streams.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+from gpuspill.device.values import (
+    AllocationId,
+    DeviceError,
+    DeviceStatistics,
+    FreedUnderCopy,
+    Layout,
+    MemoryInfo,
+    OutOfMemory,
+    SourceChanged,
+    UnorderedAccess,
+    UseAfterFree,
+)
+
+__all__ = [
+    "Allocation",
+    "AllocationId",
+    "Device",
+    "DeviceError",
+    "DeviceStatistics",
+    "Event",
+    "FreedUnderCopy",
+    "HookInstallation",
+    "HostBuffer",
+    "Layout",
+    "MemoryInfo",
+    "OutOfMemory",
+    "OutOfMemoryHook",
+    "PinnedBuffer",
+    "SourceChanged",
+    "Stream",
+    "StreamKind",
+    "UnorderedAccess",
+    "UseAfterFree",
+]
+
+HostBuffer: TypeAlias = Any
+"""Any C-contiguous object with the buffer protocol."""
+
+StreamKind: TypeAlias = Literal["to_host", "to_device"]
+"""Direction of a copy stream."""
+
+OutOfMemoryHook: TypeAlias = Callable[[int, int], bool]
+"""``hook(nbytes, retries) -> bool``: bytes asked for, how often this allocation was retried; True: try again."""
+
+
+class Allocation(ABC):
+    """Device memory; freed when nobody refers to it any more. Supports weak references. Compares by identity."""
+
+    __slots__ = ("__weakref__",)
+
+    @property
+    @abstractmethod
+    def device(self) -> Device:
+        """The device it is on."""
+
+    @property
+    @abstractmethod
+    def address(self) -> int:
+        """Base address."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Size in bytes, as asked for."""
+
+    @property
+    def identity(self) -> AllocationId:
+        """What tells it from all others that live at the same time."""
+        return AllocationId(self.device.identity, self.address, self.nbytes)
+
+    @property
+    def owner(self) -> object:
+        """The library's object that owns the memory, where there is one; else the allocation itself."""
+        return self
+
+
+class Event(ABC):
+    """A point in a stream."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether everything before it is done; if so, that counts as observed. Never blocks on the device.
+
+        Raises
+        ------
+        DeviceError
+            It is done, but something before it went wrong.
+        """
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block the calling thread until everything before it is done, which is thereby observed.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait at most. None: as long as it takes.
+
+        Returns
+        -------
+        bool
+            False if the time was up first.
+
+        Raises
+        ------
+        DeviceError
+            Something before it went wrong.
+        """
+
+    def synchronize(self) -> None:
+        """Block the calling thread until everything before it is done; as :meth:`wait` without a timeout."""
+        self.wait()
+
+
+class Stream(ABC):
+    """A queue of work on a device, done in order."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def device(self) -> Device:
+        """The device it is on."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """Return an event for everything enqueued so far. Never blocks on the device."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Order all later work of this stream after `event`, which may be of another stream. Blocks no thread."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until everything enqueued so far is done; raises as :meth:`Event.wait`."""
+        self.record().wait()
+
+
+class PinnedBuffer(ABC):
+    """Host memory that the device can copy from and to at full speed. A context manager that releases it."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def view(self) -> memoryview:
+        """The memory: one dimension, format ``"B"``, writable. ValueError after :meth:`release`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give it back. Idempotent.
+
+        Raises
+        ------
+        FreedUnderCopy
+            A copy from or to it is in flight (where that can be told); it was not released.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class HookInstallation(ABC):
+    """A hook's place in the chain."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def installed(self) -> bool:
+        """Whether the hook would be asked now. False after :meth:`uninstall`, or when a library dropped it."""
+
+    @abstractmethod
+    def reinstall(self) -> None:
+        """Install the hook again unless it is installed. Thread-safe: it is never in the chain twice."""
+
+    @abstractmethod
+    def uninstall(self) -> None:
+        """Take the hook out of the chain, and leave the others. Idempotent. A call under way is not waited for."""
+
+
+class Device(ABC):
+    """One device. All methods are thread-safe. The contract is at the head of this module."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Name of the device, unique in the process: first part of the identity of its allocations."""
+
+    @abstractmethod
+    def memory_info(self) -> MemoryInfo:
+        """Return free and total memory in bytes. Cheap enough to ask for once per move."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Allocation:
+        """Return new memory of undefined content.
+
+        May call the out-of-memory hooks, in this thread, and so block for as long as they do.
+
+        Parameters
+        ----------
+        nbytes
+            Size in bytes; 0 is allowed.
+
+        Raises
+        ------
+        OutOfMemory
+            It does not fit and no hook could make room.
+        ValueError
+            `nbytes` is negative.
+        """
+
+    @abstractmethod
+    def free(self, allocation: Allocation) -> None:
+        """Give memory from :meth:`allocate` up now. No array may be built on it any more.
+
+        Raises
+        ------
+        FreedUnderCopy
+            A copy from or to it is in flight; it was not freed.
+        UseAfterFree
+            It was freed before.
+        """
+
+    @abstractmethod
+    def stream(self, kind: StreamKind) -> Stream:
+        """Return the port's own stream for copies in one direction; the same one at each call."""
+
+    @abstractmethod
+    def copy_to_host(
+        self, allocation: Allocation, host_buffer: HostBuffer, stream: Stream, *, offset: int = 0
+    ) -> Event:
+        """Enqueue a copy of ``allocation[offset : offset + len(host_buffer)]`` into `host_buffer`.
+
+        The caller keeps both ends alive and unchanged until the event was observed.
+
+        Parameters
+        ----------
+        allocation
+            Source; of this device.
+        host_buffer
+            Destination; its size says how much is copied.
+        stream
+            Stream of this device to enqueue on.
+        offset
+            First byte of the source.
+
+        Returns
+        -------
+        Event
+            Of this copy.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Out of bounds, read-only, not contiguous, of another device.
+        UnorderedAccess
+            The copy is not ordered after the producer, where that can be told.
+        UseAfterFree
+            The allocation was freed.
+        """
+
+    @abstractmethod
+    def copy_to_device(
+        self, host_buffer: HostBuffer, allocation: Allocation, stream: Stream, *, offset: int = 0
+    ) -> Event:
+        """Enqueue a copy of `host_buffer` into ``allocation[offset : offset + len(host_buffer)]``.
+
+        Parameters, result and errors as :meth:`copy_to_host`; the host buffer may be read-only.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until everything enqueued on any stream of the device, by anybody, is done; that is thereby observed.
+
+        Raises
+        ------
+        DeviceError
+            Something went wrong that nobody has observed yet.
+        """
+
+    @abstractmethod
+    def pinned(self, nbytes: int) -> PinnedBuffer:
+        """Return pinned host memory. Slow: keep it and use it again.
+
+        Raises
+        ------
+        MemoryError
+            The system gives no more pinned memory.
+        """
+
+    @abstractmethod
+    def on_out_of_memory(self, hook: OutOfMemoryHook) -> HookInstallation:
+        """Add a hook to the chain that is asked when an allocation does not fit."""
+
+    @abstractmethod
+    def statistics(self) -> DeviceStatistics:
+        """Return counters since the device was made."""
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Raise AssertionError unless the port's indices agree with each other. For tests; may be slow."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for copies in flight, take our hooks out and give streams and pinned memory back. Idempotent.
+
+        Allocations live on for as long as somebody refers to them.
+        """

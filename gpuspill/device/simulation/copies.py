@@ -1,0 +1,156 @@
+"""One copy between the simulated device and the host, from its enqueueing to its completion.
+
+A copy moves its bytes when it *lands*: when a thread waits for it, or for something ordered after it. Until then its
+destination holds a poison. The copy refers to its allocation weakly, so it can tell that the allocation was dropped
+under it, and to its host buffer strongly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import numpy as np
+
+from gpuspill.device.base import (
+    DeviceError,
+    FreedUnderCopy,
+    HostBuffer,
+    Layout,
+    SourceChanged,
+    StreamKind,
+)
+from gpuspill.device.simulation.memory import PENDING, HostArray, SimulatedAllocation
+
+__all__ = ["Copy", "HostRange", "as_bytes", "byte_range"]
+
+HostRange = tuple[int, int]
+"""First address and the one after the last."""
+
+
+def as_bytes(host_buffer: HostBuffer, *, writable: bool) -> HostArray:
+    """Return a host buffer as an array of bytes that shares its memory.
+
+    Raises
+    ------
+    TypeError
+        It has no buffer protocol (a device's array, for one).
+    ValueError
+        It is not C-contiguous, or read-only although it is written to.
+    """
+    try:
+        view = memoryview(host_buffer)
+    except TypeError:
+        raise TypeError(f"expected a host buffer, got {type(host_buffer).__name__}") from None
+    if not view.c_contiguous:
+        raise ValueError("the host buffer is not C-contiguous: copy in pieces that are, or through one that is")
+    if writable and view.readonly:
+        raise ValueError("the host buffer is read-only and cannot be copied to")
+    if view.nbytes == 0:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(view.cast("B"), np.uint8)
+
+
+def byte_range(host: HostArray) -> HostRange:
+    """Return the addresses of a C-contiguous host array."""
+    address = int(host.__array_interface__["data"][0])
+    return address, address + host.nbytes
+
+
+def _fingerprint(host: HostArray) -> int:
+    # Cheap, not strong: it has to notice that somebody reused the buffer, not to withstand an attack.
+    raw = host.reshape(-1).view(np.uint8)
+    words = raw[: raw.size // 8 * 8].view(np.uint64)
+    return hash((int(np.add.reduce(words, dtype=np.uint64)), raw[words.nbytes :].tobytes()))
+
+
+class Copy:
+    """A copy that was enqueued.
+
+    Parameters
+    ----------
+    kind
+        Its direction.
+    allocation, layout
+        The device's end. A destination is contiguous; a source may have gaps.
+    host
+        The host's end, C-contiguous.
+    checks
+        Whether to notice that a source in host memory was changed under the copy.
+
+    Attributes
+    ----------
+    number
+        Its number in its stream.
+    due
+        When it may land, in seconds of the device's clock.
+    seen
+        What it is ordered after on other streams: stream number → number there.
+    landed
+        Whether its bytes have moved (or never will: see `problem`).
+    problem
+        What went wrong, once it has landed.
+    """
+
+    def __init__(
+        self, kind: StreamKind, allocation: SimulatedAllocation, layout: Layout, host: HostArray, *, checks: bool
+    ) -> None:
+        self.kind = kind
+        self.nbytes = layout.nbytes
+        self.number = 0
+        self.due = 0.0
+        self.seen: Mapping[int, int] = {}
+        self.landed = False
+        self.problem: DeviceError | None = None
+        self.host_range = byte_range(host)
+        self._allocation = weakref.ref(allocation)
+        self._described = repr(allocation)
+        self._layout = layout
+        self._host: HostArray | None = host
+        self._fingerprint = _fingerprint(host) if checks and kind == "to_device" else None
+
+    def touches(self, host_range: HostRange) -> bool:
+        """Whether it uses any of these host addresses."""
+        return self.host_range[0] < host_range[1] and host_range[0] < self.host_range[1]
+
+    def poison(self) -> None:
+        """Make a read of the destination that comes too early show."""
+        if self.kind == "to_host":
+            assert self._host is not None
+            _fill(self._host)
+        else:
+            allocation = self._allocation()
+            if allocation is not None and not allocation.freed:
+                _fill(allocation.view(self._layout))
+
+    def land(self) -> None:
+        """Move the bytes, or find out why that cannot be. No lock is held; one thread at a time."""
+        allocation = self._allocation()
+        host = self._host
+        assert host is not None
+        if allocation is None or allocation.freed:
+            self.problem = FreedUnderCopy(
+                f"{self._described} was dropped while a copy of {self.nbytes} bytes ({self.kind}) was in flight: "
+                "keep it until the copy's event was observed"
+            )
+        elif self._fingerprint is not None and _fingerprint(host) != self._fingerprint:
+            self.problem = SourceChanged(
+                f"the host buffer of {self.nbytes} bytes was changed while it was being copied to {self._described}: "
+                "leave it alone until the copy's event was observed"
+            )
+        elif self.kind == "to_host":
+            np.copyto(host, allocation.view(self._layout))
+        else:
+            np.copyto(allocation.view(self._layout), host)
+        self._host = None
+
+    def completed(self) -> None:
+        """Forget the allocation's side: somebody has observed the copy. The device's lock is held."""
+        allocation = self._allocation()
+        if allocation is not None:
+            allocation.copies.discard(self)
+
+
+def _fill(array: HostArray) -> None:
+    if array.size:
+        array.reshape(-1).view(np.uint8)[:] = PENDING

@@ -1,0 +1,82 @@
+"""The chain of out-of-memory hooks of the simulated device."""
+
+from __future__ import annotations
+
+import threading
+
+from gpuspill.device.base import HookInstallation, OutOfMemoryHook
+
+__all__ = ["HookChain", "Installation"]
+
+
+class Installation(HookInstallation):
+    """One hook's place in a chain."""
+
+    __slots__ = ("_chain", "hook")
+
+    def __init__(self, chain: HookChain, hook: OutOfMemoryHook) -> None:
+        self._chain = chain
+        self.hook = hook
+
+    @property
+    def installed(self) -> bool:
+        """Whether the hook would be asked now."""
+        return self in self._chain.installations()
+
+    def reinstall(self) -> None:
+        """Install the hook again, as the newest, unless it is installed."""
+        self._chain.add(self)
+
+    def uninstall(self) -> None:
+        """Take the hook out of the chain."""
+        self._chain.remove(self)
+
+
+class HookChain:
+    """Hooks, asked from the oldest to the newest, as stacked resource adaptors of RMM would be. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._installations: tuple[Installation, ...] = ()
+        self._active = threading.local()
+
+    def installations(self) -> tuple[Installation, ...]:
+        """Return what is installed now."""
+        return self._installations
+
+    def add(self, installation: Installation) -> None:
+        """Put it at the end, unless it is in the chain."""
+        with self._lock:
+            if installation not in self._installations:
+                self._installations = (*self._installations, installation)
+
+    def remove(self, installation: Installation) -> None:
+        """Take it out, if it is in the chain."""
+        with self._lock:
+            self._installations = tuple(i for i in self._installations if i is not installation)
+
+    def clear(self) -> None:
+        """Drop all, as a library does that sets up its memory anew."""
+        with self._lock:
+            self._installations = ()
+
+    @property
+    def asking(self) -> bool:
+        """Whether the calling thread is inside a hook."""
+        return getattr(self._active, "asking", False)
+
+    def ask(self, nbytes: int, retries: int) -> bool:
+        """Ask one hook after the other until one wants another try. No lock is held while a hook runs.
+
+        Returns
+        -------
+        bool
+            Whether to try again. False at once if the calling thread is inside a hook already.
+        """
+        if self.asking:
+            return False
+        self._active.asking = True
+        try:
+            return any(installation.hook(nbytes, retries) for installation in self._installations)
+        finally:
+            self._active.asking = False

@@ -1,0 +1,53 @@
+"""A device in host memory, and arrays that live on it: for tests, demonstrations and other projects' CI.
+
+>>> from gpuspill import simulated
+>>> x = simulated.asarray([[1.0, 2.0], [3.0, 4.0]])
+>>> total = (x + x.T).sum()
+>>> float(total)
+20.0
+>>> simulated.asnumpy(x[0])
+array([1., 2.])
+
+``dask.array`` works on it: ``da.from_array(...).map_blocks(simulated.asarray)``. The device is slow, small and late
+if it is told to be (:func:`configure`), and finds out who uses memory too early or frees it too soon: see
+:mod:`gpuspill.device.simulated`, and ``docs/simulated.md``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from gpuspill.device.simulated import ManualClock, RealClock, SimulatedDevice
+from gpuspill.simulated.array import Array
+from gpuspill.simulated.creation import arange, array, asarray, asnumpy, empty, full, ones, zeros
+from gpuspill.simulated.current import configure, device, use
+from gpuspill.simulated.frames import Description, describe, from_frames, rebuild, to_frames
+
+__all__ = [
+    "Array",
+    "Description",
+    "ManualClock",
+    "RealClock",
+    "SimulatedDevice",
+    "arange",
+    "array",
+    "asarray",
+    "asnumpy",
+    "configure",
+    "describe",
+    "device",
+    "empty",
+    "from_frames",
+    "full",
+    "ones",
+    "rebuild",
+    "to_frames",
+    "use",
+    "zeros",
+]
+
+if importlib.util.find_spec("dask") is not None and importlib.util.find_spec("dask.array") is not None:
+    from gpuspill.simulated.dispatch import register
+
+    register()
+    del register
