@@ -17,9 +17,14 @@ import click
 from gpuspill.errors import GpuspillError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gpuspill.bench.report import Result
 
 __all__ = ["gpuspill", "main"]
+
+WIDTH = 140
+"""Columns of the output where it goes to no terminal."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -184,12 +189,16 @@ def _progress(line: str) -> None:
     click.echo(line, err=True)
 
 
-def _finish(result: Result, json_path: Path | None) -> None:
+def _console() -> Console:
     from rich.console import Console
 
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def _finish(result: Result, json_path: Path | None) -> None:
     from gpuspill.bench.report import render, save
 
-    render(result, Console())
+    render(result, _console())
     if json_path is not None:
         save(result, json_path)
     if not result.correct:
@@ -197,14 +206,30 @@ def _finish(result: Result, json_path: Path | None) -> None:
 
 
 @gpuspill.command()
+@click.option(
+    "--arms",
+    default="gpuspill,stock",
+    show_default=True,
+    help="What to run, in this order: stock, gpuspill, nospill.",
+)
+@click.option("--quick", is_flag=True, help="Use very little data: to see that it works, not how well.")
+def demo(arms: str, quick: bool) -> None:
+    """Run real jobs on a cluster smaller than their data, beside stock spilling."""
+    from gpuspill.demo.run import FULL, QUICK, demonstrate
+
+    outcomes = demonstrate(_console(), QUICK if quick else FULL, arms)
+    # What stock spilling does not manage in the time it is given is a finding, not a failure of this command.
+    if any(outcome.wrong or (outcome.error and outcome.arm != "stock") for outcome in outcomes):
+        raise SystemExit(1)
+
+
+@gpuspill.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 def report(files: tuple[Path, ...]) -> None:
     """Print the tables of results that 'gpuspill bench ... --json FILE' has written."""
-    from rich.console import Console
-
     from gpuspill.bench.report import load, render
 
-    console = Console()
+    console = _console()
     for path in files:
         render(load(path), console)
 

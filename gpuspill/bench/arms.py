@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import dask
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Worker
 
+import gpuspill
+from gpuspill.bench.delay import delay_files
 from gpuspill.bench.watch import Watch
 from gpuspill.errors import ConfigError
 
@@ -43,15 +45,12 @@ class ClusterShape:
     directory: str | None = None
 
 
-def _no_data() -> None:
+def _no_data(delay: float) -> None:
     return None
 
 
-def _gpuspill_data() -> object:
-    import gpuspill
-
-    data: Callable[[], object] = gpuspill.data
-    return data()
+def _gpuspill_data(delay: float) -> object:
+    return gpuspill.data(storage_delay=delay) if delay else gpuspill.data()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,8 @@ class Arm:
     spills
         Whether memory is limited at all.
     data
-        Makes what the workers get as ``data=``; ``None`` is distributed's own choice.
+        Makes what the workers get as ``data=``, given the seconds by which to slow down every file operation;
+        ``None`` is distributed's own choice.
     config
         Dask settings in force while the cluster starts and runs.
     """
@@ -73,10 +73,10 @@ class Arm:
     name: str
     summary: str
     spills: bool = True
-    data: Callable[[], object] = _no_data
+    data: Callable[[float], object] = _no_data
     config: Mapping[str, object] = field(default_factory=dict)
 
-    def cluster_arguments(self, shape: ClusterShape) -> dict[str, Any]:
+    def cluster_arguments(self, shape: ClusterShape, delay: float = 0.0) -> dict[str, Any]:
         """Return the keyword arguments of a ``LocalCluster`` of this arm."""
         return {
             "n_workers": shape.workers,
@@ -84,8 +84,10 @@ class Arm:
             "processes": shape.processes,
             "memory_limit": shape.memory_limit if self.spills else 0,
             "local_directory": shape.directory,
-            "data": self.data(),
-            "dashboard_address": None,
+            "data": self.data(delay),
+            # No dashboard, and no quarrel about its usual port.
+            "dashboard_address": ":0",
+            "scheduler_kwargs": {"dashboard": False},
         }
 
 
@@ -135,6 +137,7 @@ def open_cluster(
     shape: ClusterShape,
     *,
     watch: Watch | None = None,
+    delay: float = 0.0,
     silence: int | None = None,
 ) -> Iterator[Client]:
     """Start a fresh cluster of an arm and connect to it; both are closed at the end.
@@ -145,6 +148,8 @@ def open_cluster(
         What to start.
     watch
         The plugin that measures each worker; none by default.
+    delay
+        Seconds by which to slow down every file operation of the workers' stores.
     silence
         Level below which the cluster's log messages are dropped; dask's own choice by default.
 
@@ -153,7 +158,7 @@ def open_cluster(
     Client
         Connected to a cluster all of whose workers have arrived.
     """
-    arguments = arm.cluster_arguments(shape)
+    arguments = arm.cluster_arguments(shape, delay)
     if silence is not None:
         arguments["silence_logs"] = silence
     with (
@@ -162,6 +167,12 @@ def open_cluster(
         Client(cluster) as client,
     ):
         client.wait_for_workers(shape.workers, timeout=60)
+        if delay:
+            client.run(_slow_down, delay)
         if watch is not None:
             client.register_plugin(watch)
         yield client
+
+
+def _slow_down(delay: float, dask_worker: Worker) -> None:
+    delay_files(dask_worker.data, delay)

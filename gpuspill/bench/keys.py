@@ -26,6 +26,8 @@ from gpuspill.bench.arms import Arm, parse_arms
 from gpuspill.bench.environment import environment
 from gpuspill.bench.report import Result, Row, sparkline
 from gpuspill.bench.runner import Metrics, Sample, interleave, spread
+from gpuspill.config import Settings
+from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError
 
 __all__ = ["OPERATIONS", "SIZES", "Keys", "StoreUnderTest", "benchmark", "slope"]
@@ -51,6 +53,10 @@ class StoreUnderTest(ABC):
     @abstractmethod
     def evict(self, count: int) -> None:
         """Spill the ``count`` keys that are due next; returns when they are on disk."""
+
+    @abstractmethod
+    def spilled(self) -> list[str]:
+        """Return the keys that are on disk only."""
 
     @abstractmethod
     def close(self) -> None:
@@ -79,15 +85,61 @@ class StockStore(StoreUnderTest):
         for _ in range(count):
             self._buffer.evict()
 
+    def spilled(self) -> list[str]:
+        """See the base class."""
+        return [str(key) for key in self._buffer.disk]
+
     def close(self) -> None:
         """Delete all keys, and with them the files."""
         self._buffer.clear()
 
 
-def _open_store(arm: Arm, directory: Path) -> StoreUnderTest:
-    if arm.name == "stock":
-        return StockStore(directory)
-    raise ConfigError(f"arms: keys compares stores, and {arm.name} has none")
+class GpuspillStore(StoreUnderTest):
+    """gpuspill's.
+
+    Parameters
+    ----------
+    directory
+        Where to spill to.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._store = build_store(Settings.load(), str(directory))
+
+    @property
+    def mapping(self) -> MutableMapping[Any, Any]:
+        """The store."""
+        return self._store
+
+    def evict(self, count: int) -> None:
+        """Lower the limit by so many keys and wait for the background threads.
+
+        Raises
+        ------
+        TimeoutError
+            If they have not done it within a minute.
+        """
+        manager = self._store.manager
+        before = manager.spilled_count
+        limit = manager.memory_total() * (len(manager) - before - count) // max(1, len(manager) - before)
+        manager.set_limit(limit, None)
+        deadline = time.monotonic() + 60.0
+        while manager.memory_total() > limit:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{manager.spilled_count - before} of {count} keys spilled within a minute")
+            time.sleep(0.0005)
+        manager.set_limit(None, None)
+
+    def spilled(self) -> list[str]:
+        """See the base class."""
+        return [str(key) for key in self._store.disk]
+
+    def close(self) -> None:
+        """Close the store, which removes its files."""
+        self._store.close()
+
+
+_STORES: Mapping[str, Callable[[Path], StoreUnderTest]] = {"stock": StockStore, "gpuspill": GpuspillStore}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +184,7 @@ class Keys:
         metrics: dict[str, float | int | bool | None] = {"correct": True}
         for size in self.sizes:
             with tempfile.TemporaryDirectory(prefix="gpuspill-bench-") as directory:
-                store = _open_store(arm, Path(directory))
+                store = _STORES[arm.name](Path(directory))
                 try:
                     times, right = self._run_size(store, size)
                 finally:
@@ -161,15 +213,13 @@ class Keys:
         chosen = chooser.sample(names, count)
         times["get"] = _timed(_get, count, data, chosen, [])
         times["evict"] = _timed(store.evict, count, count)
-        # The first keys are the ones used least recently, those just read are not.
-        recently = set(chosen)
-        evicted = [name for name in names if name not in recently][:count] or names[:count]
+        evicted = store.spilled()
         found: list[Any] = []
-        times["restore"] = _timed(_get, len(evicted), data, evicted, found)
+        times["restore"] = _timed(_get, max(1, len(evicted)), data, evicted, found)
         right = all(
             np.array_equal(value, self._value(int(name.split("-")[1])))
             for name, value in zip(evicted, found, strict=True)
-        )
+        ) and (len(evicted) >= count)
         found.clear()
         times["delete"] = _timed(_delete, count, data, chooser.sample(names, count))
         return times, right and len(data) == size - count
@@ -265,8 +315,9 @@ def benchmark(
         If an arm is unknown or has no store.
     """
     chosen = parse_arms(arms)
-    if any(not arm.spills for arm in chosen):
-        raise ConfigError("arms: keys compares stores, and nospill has none")
+    for arm in chosen:
+        if arm.name not in _STORES:
+            raise ConfigError(f"arms: keys compares stores, and {arm.name} has none; choose {', '.join(_STORES)}")
     facts = environment()
 
     def tell(sample: Sample) -> None:

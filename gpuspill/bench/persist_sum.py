@@ -47,7 +47,7 @@ ROWS = (
     Row("read", "read back", "bytes"),
     Row("read_ratio", "  per byte of data", "ratio"),
     Row("loop_operations", "store I/O on the loop", "count"),
-    Row("loop_file_bytes", "file bytes moved by the loop's thread", "bytes"),
+    Row("loop_file_bytes", "file bytes of the loop's thread", "bytes"),
     Row("peak_memory", "peak resident memory", "bytes", compare=True),
     Row("pauses", "worker paused", "count"),
     Row("paused", "  for", "seconds"),
@@ -143,7 +143,7 @@ class PersistSum:
         # configuration.
         with (
             dask.config.set({"distributed.scheduler.active-memory-manager.start": False}),
-            open_cluster(arm, shape, watch=Watch(self.delay), silence=logging.CRITICAL) as client,
+            open_cluster(arm, shape, watch=Watch(), delay=self.delay, silence=logging.CRITICAL) as client,
         ):
             client.submit(_warm_up, pure=False).result(timeout=self.timeout)
             before = restart(client)

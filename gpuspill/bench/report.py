@@ -124,6 +124,18 @@ def _ratio_cell(found: Spread | None) -> str:
     return text + (f" ({found.low:.2f} to {found.high:.2f})" if found.count > 1 else "")
 
 
+def _table(title: str, labels: Sequence[str], headings: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
+    """Lay out the lines in which there is something."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in headings:
+        table.add_column(escape(heading), justify="right", no_wrap=True)
+    for label, line in zip(labels, cells, strict=True):
+        if any(cell not in ("", "-") for cell in line):
+            table.add_row(escape(label), *line)
+    return table
+
+
 def render(result: Result, console: Console) -> None:
     """Print the table of a result: medians, with smallest and largest where there are several runs.
 
@@ -133,22 +145,24 @@ def render(result: Result, console: Console) -> None:
     rounds = max((sample.repeat for sample in result.samples), default=-1) + 1
     arms = result.arms
     compared = [arm for arm in arms if arm != BASELINE] if BASELINE in arms else []
-    table = Table(title=f"{result.benchmark}: median of {rounds} (smallest to largest)")
-    table.add_column("")
-    for arm in arms:
-        table.add_column(escape(arm), justify="right")
-    for arm in compared:
-        table.add_column(escape(f"{arm} / {BASELINE}"), justify="right")
-    for row in result.rows:
-        cells = [_cell(spread(result.samples, arm, row.metric), row.unit) for arm in arms]
-        if all(cell == "-" for cell in cells):
-            continue
-        ratios = [
+    title = f"{result.benchmark}: median of {rounds} (smallest to largest)"
+    figures = [[_cell(spread(result.samples, arm, row.metric), row.unit) for arm in arms] for row in result.rows]
+    ratios = [
+        [
             _ratio_cell(paired_ratio(result.samples, arm, BASELINE, row.metric)) if row.compare else ""
             for arm in compared
         ]
-        table.add_row(escape(row.label), *cells, *ratios)
-    console.print(table)
+        for row in result.rows
+    ]
+    labels = [row.label for row in result.rows]
+    ratio_headings = [f"{arm} / {BASELINE}" for arm in compared]
+    wide = _table(title, labels, [*arms, *ratio_headings], [a + b for a, b in zip(figures, ratios, strict=True)])
+    if console.measure(wide, options=console.options.update(max_width=1000)).maximum <= console.width:
+        console.print(wide)
+    else:
+        console.print(_table(title, labels, arms, figures))
+        if compared:
+            console.print(_table("ratios within each round", labels, ratio_headings, ratios))
     for note in result.notes:
         console.print(note, markup=False, highlight=False)
     for sample in result.samples:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from distributed import Client, Worker, WorkerPlugin
 
-from gpuspill.bench.delay import delay_files
 from gpuspill.bench.probes import (
     FileTraffic,
     LoopProbe,
@@ -93,7 +92,15 @@ def store_counters(data: MutableMapping[Any, Any]) -> StoreCounters:
 
 
 def _from_statistics(statistics: Any) -> StoreCounters:
-    raise NotImplementedError
+    return StoreCounters(
+        host_bytes=statistics.host_nbytes,
+        disk_bytes=statistics.disk_nbytes,
+        written_bytes=statistics.written_nbytes,
+        read_bytes=statistics.read_nbytes,
+        writes=statistics.spills,
+        reads=statistics.restores,
+        loop_operations=statistics.loop_io,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +139,13 @@ class Watch(WorkerPlugin):
 
     Parameters
     ----------
-    delay
-        Seconds by which every file operation of the worker's store is slowed down; 0 for not at
-        all.
     heartbeat
         Whether to publish the store's counters in the worker's heartbeat, for a live view.
     """
 
     name = "gpuspill-bench-watch"
 
-    def __init__(self, delay: float = 0.0, heartbeat: bool = False) -> None:
-        self._delay = delay
+    def __init__(self, heartbeat: bool = False) -> None:
         self._heartbeat = heartbeat
 
     def setup(self, worker: Worker) -> None:
@@ -151,8 +154,6 @@ class Watch(WorkerPlugin):
         self._pauses, self._paused_since, self._paused = 0, None, 0.0
         self._memory = MemoryProbe()
         self._loop = LoopProbe(asyncio.get_running_loop(), on_tick=self._watch_status)
-        if self._delay:
-            delay_files(worker.data, self._delay)
         if self._heartbeat:
             worker.metrics[HEARTBEAT] = self._publish
         self._memory.start()

@@ -1,0 +1,243 @@
+# mypy: disallow-untyped-calls=False
+"""Runs the jobs of the demonstration on each arm, checks the answers and reports."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import dask
+from dask.utils import format_bytes
+from distributed import Client
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gpuspill.bench.arms import BASELINE, Arm, ClusterShape, open_cluster, parse_arms
+from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
+from gpuspill.demo.arrays import ArrayJob
+from gpuspill.demo.flights import FlightsJob
+from gpuspill.demo.jobs import Answers, Deadline, Job, differences
+from gpuspill.demo.view import ClusterView
+
+__all__ = ["FULL", "QUICK", "Outcome", "Size", "demonstrate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large the demonstration is.
+
+    Parameters
+    ----------
+    limit
+        Memory limit of each of the two workers, bytes.
+    copies, parts, rows
+        Of the flights, see :class:`~gpuspill.demo.flights.FlightsJob`.
+    blocks, block
+        Of the array, see :class:`~gpuspill.demo.arrays.ArrayJob`.
+    timeout
+        Seconds that one run of one job may take.
+    config
+        Dask settings in force in all arms.
+    """
+
+    limit: int
+    copies: int
+    parts: int
+    rows: int | None
+    blocks: int
+    block: int
+    timeout: float
+    config: Mapping[str, object] = field(default_factory=dict)
+
+
+#: The shuffle's buffers are made for large workers: with the default of 1 GiB a worker of this size is killed for
+#: the memory it keeps in them, whatever its store does.
+_SMALL_SHUFFLE = {"distributed.p2p.comm.buffer": "64 MiB", "distributed.p2p.storage.buffer": "32 MiB"}
+
+FULL = Size(
+    limit=640 * 2**20,
+    copies=26,
+    parts=2,
+    rows=None,
+    blocks=9,
+    block=1450,
+    timeout=90.0,
+    config=_SMALL_SHUFFLE,
+)
+"""More than a gigabyte of memory, and more data than that."""
+
+QUICK = Size(
+    limit=2**30,
+    copies=2,
+    parts=2,
+    rows=20_000,
+    blocks=4,
+    block=512,
+    timeout=120.0,
+    # Room for a few megabytes of values, so that even this little has to be spilled.
+    config=_SMALL_SHUFFLE | {"distributed.worker.memory.target": 0.004},
+)
+"""Seconds instead of minutes, to see that everything works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One job on one arm.
+
+    Parameters
+    ----------
+    job, arm
+        Names.
+    wall
+        Seconds; until it failed, if it did.
+    figures
+        What the workers measured.
+    wrong
+        What is wrong with the answers.
+    error
+        Why there are no answers.
+    """
+
+    job: str
+    arm: str
+    wall: float
+    figures: Sequence[WorkerFigures] = ()
+    wrong: Sequence[str] = ()
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether it ended with the right answers."""
+        return not self.wrong and not self.error
+
+
+def demonstrate(console: Console, size: Size = FULL, arms: str = "gpuspill,stock") -> list[Outcome]:
+    """Run all jobs on all arms and show it.
+
+    Parameters
+    ----------
+    console
+        Where to show it; redrawn live if it is a terminal.
+    size
+        How large.
+    arms
+        Names of the arms, separated by commas.
+
+    Returns
+    -------
+    list of Outcome
+        In the order they ran.
+
+    Raises
+    ------
+    ConfigError
+        If the data package is missing or an arm unknown.
+    """
+    chosen = parse_arms(arms)
+    started = time.monotonic()
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="gpuspill-demo-") as directory:
+        jobs: list[Job] = [
+            FlightsJob(Path(directory), size.copies, size.parts, size.rows),
+            ArrayJob(size.blocks, size.block),
+        ]
+        for job in jobs:
+            console.print(
+                f"[bold]{job.title}[/]: {format_bytes(job.nbytes)} of data; "
+                f"2 workers of {format_bytes(size.limit)} each",
+                highlight=False,
+            )
+            begun = time.monotonic()
+            with console.status("computing the expected answers without a cluster"):
+                expected = job.reference()
+            console.print(f"  without a cluster: {time.monotonic() - begun:.1f} s", highlight=False)
+            for arm in chosen:
+                outcome = _run(job, arm, size, expected, console)
+                outcomes.append(outcome)
+                console.print(f"  {arm.name}: {_verdict(outcome)} after {outcome.wall:.1f} s", highlight=False)
+    console.print(_table(outcomes))
+    for outcome in outcomes:
+        for wrong in outcome.wrong:
+            console.print(f"{outcome.job} on {outcome.arm}: {wrong}", style="bold red", markup=False)
+    console.print(f"{time.monotonic() - started:.0f} s in all", style="dim", highlight=False)
+    return outcomes
+
+
+def _run(job: Job, arm: Arm, size: Size, expected: Answers, console: Console) -> Outcome:
+    shape = ClusterShape(workers=2, threads=1, memory_limit=size.limit)
+    with (
+        dask.config.set(dict(size.config)),
+        # The workers' warnings would be printed into the picture; what they are about is in the table.
+        open_cluster(arm, shape, watch=Watch(heartbeat=True), silence=logging.CRITICAL) as client,
+    ):
+        client.run(_import_libraries)
+        before = restart(client)
+        begun = time.monotonic()
+        try:
+            with ClusterView(client, console, f"{job.name} on {arm.name}", size.limit) as view:
+                found = job.run(client, view.step, Deadline(size.timeout))
+        except Exception as error:  # whatever it is, the other arms still have to run
+            return Outcome(job.name, arm.name, time.monotonic() - begun, error=_describe(error, size))
+        wall = time.monotonic() - begun
+        return _outcome(job, arm, wall, client, before, differences(expected, found))
+
+
+def _outcome(
+    job: Job, arm: Arm, wall: float, client: Client, before: Mapping[str, int], wrong: Sequence[str]
+) -> Outcome:
+    measured = figures(client)
+    killed = set(before.values()) != {figure.pid for figure in measured.values()}
+    error = "a worker was killed for its memory" if killed else ""
+    return Outcome(job.name, arm.name, wall, list(measured.values()), wrong, error)
+
+
+def _describe(error: Exception, size: Size) -> str:
+    if isinstance(error, TimeoutError):
+        return f"not finished within {size.timeout:.0f} s, given up"
+    return f"{type(error).__name__}: {error}"
+
+
+def _import_libraries() -> None:
+    """Import what tasks need, so that no arm's first task has to."""
+    import pyarrow.parquet  # noqa: F401
+
+
+def _verdict(outcome: Outcome) -> str:
+    if outcome.error:
+        return outcome.error
+    return "answers WRONG" if outcome.wrong else "answers correct"
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    """Lay the outcomes out, each job's arms below each other."""
+    table = Table(title="The same jobs, the same memory")
+    for heading in ("job", "spilling", "wall time", "spilled", "restored", "longest stall", "in stalls", "answers"):
+        table.add_column(heading, justify="left" if heading in ("job", "spilling", "answers") else "right")
+    walls = {outcome.job: outcome.wall for outcome in outcomes if outcome.arm == BASELINE and outcome.good}
+    for outcome in outcomes:
+        ratio = ""
+        if outcome.arm != BASELINE and outcome.job in walls and not outcome.error:
+            ratio = f" (x {outcome.wall / walls[outcome.job]:.2f})"
+        measured = outcome.figures
+        cells = ["-"] * 4
+        if measured:
+            cells = [
+                format_bytes(sum(figure.store.written_bytes for figure in measured)),
+                format_bytes(sum(figure.store.read_bytes for figure in measured)),
+                f"{max(figure.loop.longest for figure in measured) * 1e3:.0f} ms",
+                f"{sum(figure.loop.stalled for figure in measured):.1f} s",
+            ]
+        style = "green" if outcome.good else "bold red"
+        table.add_row(
+            outcome.job,
+            outcome.arm,
+            f"{outcome.wall:.1f} s{ratio}",
+            *cells,
+            Text(_verdict(outcome).removeprefix("answers "), style=style),
+        )
+    return table
