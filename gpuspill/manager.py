@@ -551,14 +551,15 @@ class ProxifyManager:
             for pid, slot in slots.items():
                 residency = entries[pid].residency
                 if residency.resident:
-                    assert slots.by_id[id(slot.value)] == pid
+                    listed = slots.by_id.get(id(slot.value))
+                    assert listed is None or slots[listed].value is slot.value, slot.key
                 else:
                     assert slot.value is None, slot.key
                 assert (slot.receipt is not None) == residency.has(Tier.DISK), slot.key
                 decoding = slot.restoring is not None and isinstance(slot.value, Encoded)
                 assert decoding or (slot.restoring is not None) == (residency.target == Tier.HOST), slot.key
                 assert residency.lost == (slot.lost is not None), slot.key
-            assert len(slots.by_id) == sum(entry.residency.resident for entry in entries.values())
+            assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
 
     def close(self) -> None:
         """Stop the threads and remove everything from disk. Values in memory stay readable.

@@ -77,7 +77,7 @@ class Slots(dict[int, Slot]):
     def attach(self, pid: int, value: object) -> None:
         """Put a value that was restored or decoded in its slot."""
         slot = self[pid]
-        self.by_id.pop(id(slot.value), None)
+        self._unlist(pid, slot.value)
         slot.kind = type(value)
         slot.value, slot.restoring, slot.ghost, slot.refusals = value, None, None, 0
         self.by_id[id(value)] = pid
@@ -87,9 +87,15 @@ class Slots(dict[int, Slot]):
         slot = self[pid]
         if slot.refusals and entry is not None and _weakly_referable(slot.value):
             slot.ghost = weakref.ref(slot.value)
-        self.by_id.pop(id(slot.value), None)
+        self._unlist(pid, slot.value)
         value, slot.value = slot.value, None
         return value
+
+    def _unlist(self, pid: int, value: object) -> None:
+        # Reading a record can yield an object that another proxy holds already: None, True, a small number, an interned
+        # string. The last one to come is listed; the other just cannot be found by identity.
+        if self.by_id.get(id(value)) == pid:
+            del self.by_id[id(value)]
 
     def held(self, pid: int) -> bool:
         """Whether somebody besides the slot refers to a value, so that evicting it would free nothing.
