@@ -51,6 +51,7 @@ def test_os_calls_take_it(pool, tmp_path):
     assert other == view
 
 
+@settings(deadline=None)
 @given(nbytes=st.integers(SMALL_NBYTES + 1, 2**40))
 def test_size_classes(nbytes):
     size = size_class(nbytes)

@@ -6,7 +6,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuspill.errors import ConfigError
@@ -98,6 +98,7 @@ class TestBestChoice:
         assert best_choice([lz4(0.5), small], 50 * MB, 50 * MB).codec is small.codec
         assert best_choice([lz4(0.5), small], 50 * GB, 50 * GB, scarce=True).codec is small.codec
 
+    @settings(deadline=None)
     @given(
         ratio=st.floats(0.01, 0.89),
         rates=st.tuples(*[st.floats(1e6, 1e11)] * 4),
@@ -109,6 +110,7 @@ class TestBestChoice:
         after = best_choice([lz4(ratio, compress, decompress)], write / slower, read / slower)
         assert before == PLAIN or after == before
 
+    @settings(deadline=None)
     @given(ratio=st.floats(0.01, 0.89), rates=st.tuples(*[st.floats(1e6, 1e11)] * 4))
     def test_it_is_chosen_only_if_it_saves_time(self, ratio, rates):
         compress, decompress, write, read = rates
@@ -143,6 +145,7 @@ class TestThroughput:
 
 
 class TestTakeSample:
+    @settings(deadline=None)
     @given(
         frame=st.binary(max_size=300),
         nbytes=st.integers(1, 40),

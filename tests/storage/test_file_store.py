@@ -376,27 +376,45 @@ class TestFailures:
             assert files(store) == []
             store.validate()
 
+    def test_no_more_is_written_than_the_quota_covers(self, tmp_path, monkeypatch):
+        # The sample promises next to nothing, and each frame shrinks by a fifth only: the promise has to grow with
+        # them, or the disk fills before the quota is looked at again.
+        monkeypatch.setattr("gpuspill.storage.transfer._FLUSH_NBYTES", 1)
+        writev, written = os.writev, []
+        monkeypatch.setattr(os, "writev", lambda fd, bufs: written.append(sum(map(len, bufs))) or writev(fd, bufs))
+        codec = Codec("fifth", lambda d: bytes(len(d) * 4 // 5 if len(d) > 50_000 else 1), bytes)
+        chooser = CodecChooser("fifth", {"fifth": codec})
+        with FileStore(tmp_path, quota=200_000, codecs=chooser) as store:
+            with pytest.raises(QuotaExceeded):
+                store.write(b"", [bytes(60_000)] * 20)
+            assert 0 < sum(written) <= 200_000
+            assert files(store) == []
+            store.validate()
+
 
 class TestConcurrency:
-    def blocked(self, monkeypatch, name):
-        """Make the next call of a function of os wait in the middle. Returns (arrived, go on)."""
+    def blocked(self, monkeypatch, name, after=False):
+        """Make the next call of a function of os wait, before or after it is done. Returns (arrived, go on)."""
         real = getattr(os, name)
         arrived, go_on = threading.Event(), threading.Event()
 
         def wrapper(*args, **kwargs):
-            if not arrived.is_set():
+            first = not arrived.is_set()
+            result = real(*args, **kwargs) if after else None
+            if first:
                 arrived.set()
                 assert go_on.wait(60)
-            return real(*args, **kwargs)
+            return result if after else real(*args, **kwargs)
 
         monkeypatch.setattr(os, name, wrapper)
         return arrived, go_on
 
+    @pytest.mark.parametrize("after", [False, True])
     @pytest.mark.parametrize("name", ["open", "writev", "close", "rename"])
-    def test_close_while_writing(self, tmp_path, monkeypatch, name):
+    def test_close_while_writing(self, tmp_path, monkeypatch, name, after):
         store = FileStore(tmp_path)
         store.write(b"", [b"another"])
-        arrived, go_on = self.blocked(monkeypatch, name)
+        arrived, go_on = self.blocked(monkeypatch, name, after)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(store.write, b"", [b"x"])
             assert arrived.wait(60)

@@ -33,6 +33,7 @@ def decode(payload, footer, checksum=None):
     return decode_record(memoryview(payload), memoryview(footer), checksum)
 
 
+@settings(deadline=None)
 @given(header=st.binary(max_size=200), frames=frame_lists(max_frames=20))
 def test_round_trip(header, frames):
     payload, footer, encoder = encode(header, frames)
@@ -45,6 +46,7 @@ def test_round_trip(header, frames):
     assert encoded_nbytes(len(header), map(len, frames)) == len(payload) + len(footer)
 
 
+@settings(deadline=None)
 @given(data=st.data(), frames=frame_lists(max_frames=20))
 def test_round_trip_with_codecs(data, frames):
     names = st.sampled_from([None, "lz4", "zstd", "ein Name mit ü"])
@@ -59,6 +61,7 @@ def test_round_trip_with_codecs(data, frames):
     assert encoded_nbytes(1, map(len, frames), used) == len(payload) + len(footer)
 
 
+@settings(deadline=None)
 @given(frames=frame_lists(max_frames=20))
 def test_frames_are_aligned_and_not_moved_more_than_needed(frames):
     payload, footer, _ = encode(b"", frames)
@@ -140,7 +143,7 @@ def forge(payload, footer):
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(payload + body))
 
 
-@settings(max_examples=300)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_what_the_footer_says_is_never_trusted(data):
     # Whatever stands in a footer whose checksum fits: an error of ours, or frames inside the payload.

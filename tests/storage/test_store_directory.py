@@ -343,6 +343,27 @@ class TestRaces:
             store.close()
         assert os.listdir(tmp_path) == []
 
+    def test_a_lock_file_that_was_made_anew(self, tmp_path, monkeypatch):
+        # Between a creator's opening and locking the file, one sweeper removes it, and another makes and locks its own.
+        flock = fcntl.flock
+        theirs = []
+
+        def replaced(fd, operation):
+            if not theirs:
+                (path,) = tmp_path.iterdir()
+                (path / "lock").unlink()
+                theirs.append(open(path / "lock", "w"))  # noqa: SIM115
+                flock(theirs[0], operation)
+            flock(fd, operation)
+
+        monkeypatch.setattr(fcntl, "flock", replaced)
+        with FileStore(tmp_path, sweep=False) as store:
+            assert len(os.listdir(tmp_path)) == 2
+            # The first directory is theirs to remove, so the store must not be in it.
+            assert not os.path.samestat(os.stat(os.path.join(store.path, "lock")), os.fstat(theirs[0].fileno()))
+        theirs[0].close()
+        assert sweep_leftovers(tmp_path) == 1
+
     def test_giving_up_in_the_end(self, tmp_path, monkeypatch):
         # A sweeper that always wins.
         monkeypatch.setattr(module, "_take_lock", lambda fd: None)
