@@ -210,7 +210,6 @@ class Store(ABC):
         assert stats.records >= 0, stats
         assert stats.nbytes >= 0, stats
         assert stats.reserved_nbytes >= 0, stats
-        assert stats.quota is None or stats.nbytes + stats.reserved_nbytes <= stats.quota, stats
         assert stats.records or not stats.payload_nbytes, stats
 
     def __enter__(self) -> Self:

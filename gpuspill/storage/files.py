@@ -119,6 +119,16 @@ class FileStore(Store):
         """Return the file of a record; for messages and tests."""
         return os.path.join(self.path, str(receipt.number))
 
+    def set_quota(self, quota: int | None) -> None:
+        """Change the quota. Records beyond a lower one stay; there are just no new ones until they fit.
+
+        Parameters
+        ----------
+        quota
+            Most bytes on disk; None for no limit.
+        """
+        self._quota.set_limit(quota)
+
     # -- writing ---------------------------------------------------------------------------------
 
     def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:

@@ -25,13 +25,23 @@ class Quota:
     """
 
     def __init__(self, limit: int | None, where: str = "this store") -> None:
-        if limit is not None and limit < 0:
-            raise ValueError(f"quota must be None or at least 0 bytes, got {limit}")
-        self.limit = limit
+        _check(limit)
+        self._limit = limit
         self._where = where
         self._lock = threading.Lock()
         self._used = 0
         self._reserved = 0
+
+    @property
+    def limit(self) -> int | None:
+        """Most bytes in use and reserved together; None for no limit."""
+        return self._limit
+
+    def set_limit(self, limit: int | None) -> None:
+        """Change the limit. What is in use or reserved beyond a lower one stays; there is just no more until it fits."""
+        _check(limit)
+        with self._lock:
+            self._limit = limit
 
     def reserve(self, nbytes: int) -> Reservation:
         """Promise `nbytes` bytes to the caller, who has to commit or release them.
@@ -57,20 +67,20 @@ class Quota:
 
     def is_scarce(self, nbytes: int, fraction: float) -> bool:
         """Whether less than `fraction` of the limit would be free after `nbytes` more bytes."""
-        if self.limit is None:
-            return False
-        used, reserved = self.levels()
-        return self.limit - used - reserved - nbytes < fraction * self.limit
+        with self._lock:
+            if self._limit is None:
+                return False
+            return self._limit - self._used - self._reserved - nbytes < fraction * self._limit
 
     def _change(self, nbytes: int) -> None:
         with self._lock:
-            used, reserved = self._used, self._reserved
-            fits = nbytes <= 0 or self.limit is None or used + reserved + nbytes <= self.limit
+            used, reserved, limit = self._used, self._reserved, self._limit
+            fits = nbytes <= 0 or limit is None or used + reserved + nbytes <= limit
             if fits:
                 self._reserved += nbytes
         if not fits:
             raise QuotaExceeded(
-                f"{nbytes:,} more bytes do not fit in the disk quota of {self.limit:,} bytes for "
+                f"{nbytes:,} more bytes do not fit in the disk quota of {limit:,} bytes for "
                 f"{self._where}: {used:,} in use, {reserved:,} reserved by writes in progress. "
                 "Release data, add workers, or raise the quota "
                 "(distributed.worker.memory.max-spill)"
@@ -111,3 +121,8 @@ class Reservation:
         """Give the bytes back. Does nothing after :meth:`commit` or when repeated."""
         nbytes, self._nbytes = self._nbytes, 0
         self._quota._change(-nbytes)
+
+
+def _check(limit: int | None) -> None:
+    if limit is not None and limit < 0:
+        raise ValueError(f"quota must be None or at least 0 bytes, got {limit}")

@@ -336,6 +336,7 @@ class StoreTests:
             receipts = [receipt for receipt in pool.map(work, range(n_threads)) if receipt is not None]
         # Exactly as many as fit, however they met.
         assert len(receipts) == 3
+        assert quota_store.statistics().nbytes == sum(receipt.nbytes for receipt in receipts) <= 100_000
         quota_store.validate()
         for receipt in receipts:
             quota_store.delete(receipt)

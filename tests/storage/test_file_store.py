@@ -86,6 +86,17 @@ class TestSizes:
                 store.write(b"header", [b"x" * 1000, b"y"])
             assert files(store) == []
 
+    def test_quota_can_be_changed(self, store):
+        receipt = store.write(b"", [bytes(10_000)])
+        store.set_quota(10_000)
+        with pytest.raises(QuotaExceeded):
+            store.write(b"", [])
+        assert contents(store.read(receipt)) == (b"", [bytes(10_000)])
+        assert store.statistics().quota == 10_000
+        store.set_quota(None)
+        store.write(b"", [bytes(10_000)])
+        store.validate()
+
     @pytest.mark.skipif(
         not os.environ.get("GPUSPILL_TEST_LARGE"), reason="writes 2.1 GB; set GPUSPILL_TEST_LARGE=1 to run it"
     )

@@ -49,6 +49,26 @@ def test_release_after_commit_does_nothing():
     assert quota.levels() == (60, 0)
 
 
+def test_changing_the_limit():
+    quota = Quota(None)
+    quota.reserve(60).commit()
+    held = quota.reserve(60)
+    quota.set_limit(100)
+    with pytest.raises(QuotaExceeded, match="100 bytes"):
+        quota.reserve(1)
+    # More than the limit is there; what is there may shrink and go, but not grow.
+    with pytest.raises(QuotaExceeded):
+        held.resize(61)
+    held.resize(40)
+    held.commit()
+    quota.give_back(60)
+    quota.reserve(60)
+    quota.set_limit(None)
+    quota.reserve(10**9)
+    with pytest.raises(ValueError, match="at least 0"):
+        quota.set_limit(-1)
+
+
 def test_growing_fails_and_keeps_what_was_held():
     quota = Quota(100)
     reservation = quota.reserve(60)
