@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 from gpuspill.admission import Admission
-from gpuspill.core.budget import Kind
+from gpuspill.core.budget import Kind, Reservation
 from gpuspill.core.ledger import Entry
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State, Tier
@@ -336,6 +336,31 @@ class ProxifyManager:
         with self._metadata:
             known = self._ledger.keys
             return self._promise({key: known[key] for key in inputs}, outputs, output_nbytes, kind)
+
+    def pin(self, keys: Iterable[Hashable]) -> Admission:
+        """Pin values where they are, without asking for room to bring them into memory.
+
+        For whoever looks at them without needing them there, such as :meth:`export`. Unknown keys are left out.
+        """
+        with self._metadata as state:
+            known = self._ledger.keys
+            pids = {key: known[key].pid for key in keys if key in known}
+            for pid in pids.values():
+                state.pin(pid)
+            nothing = Reservation(Kind.TRANSFER, 0, granted=True)
+            return Admission(self, nothing, pids, {}, 0, self._metadata.clock())
+
+    def missing_nbytes(self, admission: Admission) -> int:
+        """Bytes of the inputs of an admission that are on disk now."""
+        with self._metadata:
+            entries = [self._restorer.entry(key, pid) for key, pid in admission.pids.items()]
+            return sum(entry.nbytes for entry in entries if entry.residency.state is State.SPILLED)
+
+    def kind_of(self, key: Hashable) -> type | None:
+        """Type of the value of `key`, if it was in memory once. KeyError if the key is unknown."""
+        with self._metadata:
+            kind = self._metadata.slots[self._ledger.keys[key].pid].kind
+        return None if kind in (object, Encoded) else kind
 
     def reserve(
         self,
