@@ -38,7 +38,7 @@ class Quota:
         return self._limit
 
     def set_limit(self, limit: int | None) -> None:
-        """Change the limit. What is in use or reserved beyond a lower one stays; there is just no more until it fits."""
+        """Change the limit. What is in use or reserved beyond a lower one stays; more has to wait until it fits."""
         _check(limit)
         with self._lock:
             self._limit = limit

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 #: Compressed frames are written once this many bytes of them wait, so that a record of many frames
 #: does not need their sum in memory.
 _FLUSH_NBYTES = 16 * 2**20
-#: What says that a file is not there, rather than that it cannot be read now.
-_GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
+#: What says that the file is not there (or something else is), rather than that it cannot be read now.
+_GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
 class RecordWriter:

@@ -170,13 +170,13 @@ class TestDamage:
     def test_replaced_by_a_link(self, store, receipt, path, tmp_path):
         os.rename(path, tmp_path / "elsewhere")
         os.symlink(tmp_path / "elsewhere", path)
-        with pytest.raises(StorageError):
+        with pytest.raises(RecordLost, match="is gone"):
             store.read(receipt)
 
     def test_replaced_by_a_directory(self, store, receipt, path):
         os.unlink(path)
         os.mkdir(path)
-        with pytest.raises(StorageError):
+        with pytest.raises(RecordLost, match="is gone"):
             store.read(receipt)
         store.delete(receipt)
         os.rmdir(path)
