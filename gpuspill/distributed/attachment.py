@@ -110,7 +110,7 @@ class Attachment:
     def at_ease(self, keys: Collection[Hashable], extra: int = 0) -> bool:
         """Whether `keys`, as far as they are here, are in memory and stay there although `extra` bytes arrive."""
         manager = self.store.manager
-        if manager.memory_total() + extra >= self._at_ease_below:
+        if manager.memory_total() + extra >= self._at_ease_below or self.store.has_lost_values:
             return False
         try:
             return all(map(manager.is_resident, keys))
@@ -212,6 +212,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
         )
     worker._gpuspill = attachment
     internals.swap_class(worker, spilling_class(worker.__class__))
+    internals.announce(worker)
     worker.metrics["gpuspill"] = lambda _: heartbeat(store)
     worker.plugins[attachment.hints.name] = attachment.hints
     internals.expect_uses(worker, attachment.hints)

@@ -23,16 +23,17 @@ from distributed.spill import SpillBuffer
 from tornado.ioloop import PeriodicCallback
 
 from gpuspill.distributed.memory import Thresholds
-from gpuspill.errors import DataLostError
 
 if TYPE_CHECKING:
     from gpuspill.config import Settings
     from gpuspill.core.policy import Order
     from gpuspill.distributed.hints import Hints
+    from gpuspill.distributed.jobs import Job
     from gpuspill.distributed.mapping import SpillStore
 
 __all__ = [
     "add_periodic_callback",
+    "announce",
     "expect_uses",
     "find_worker",
     "forget_lost",
@@ -44,12 +45,16 @@ __all__ = [
     "next_use",
     "recover",
     "replace_data",
+    "speaks_gpuspill",
     "swap_class",
     "thresholds",
     "upcoming",
 ]
 
 logger = logging.getLogger("gpuspill")
+
+#: What workers with gpuspill tell each other when they connect; they understand each other if it is the same.
+PROTOCOL_VERSION = 1
 
 
 # -- tasks ---------------------------------------------------------------------------------------
@@ -164,12 +169,25 @@ def forget_lost(worker: Any, key: Any) -> None:
         worker.batched_send(wsm.RescheduleMsg(key=dependent, stimulus_id=stimulus_id).to_dict())
 
 
-async def lost_input(worker: Any, key: Any, run_id: int, lost: DataLostError | None) -> Any:
+async def lost_input(worker: Any, key: Any, run_id: int, job: Job) -> Any:
     """Return the event that ends a task one of whose inputs turned out to be lost."""
     stimulus_id = f"gpuspill-lost-input-{time()}"
-    if lost is None or await recover(worker, lost.key):
+    if job.lost is None or (not job.final and await recover(worker, job.lost.key)):
         return wsm.RescheduleEvent(key=key, stimulus_id=stimulus_id)
-    return wsm.ExecuteFailureEvent.from_exception(lost, key=key, run_id=run_id, stimulus_id=stimulus_id)
+    return wsm.ExecuteFailureEvent.from_exception(job.lost, key=key, run_id=run_id, stimulus_id=stimulus_id)
+
+
+def announce(worker: Any) -> None:
+    """Tell everybody to whom the worker opens a connection that it has gpuspill."""
+    args = worker.rpc.connection_args
+    overrides = {**args.get("handshake_overrides", {}), "gpuspill": PROTOCOL_VERSION}
+    worker.rpc.connection_args = {**args, "handshake_overrides": overrides}
+    worker.rpc.collect()  # idle connections were opened without it
+
+
+def speaks_gpuspill(comm: Any) -> bool:
+    """Return whether the other side of a connection has gpuspill."""
+    return bool(comm.remote_info.get("gpuspill") == PROTOCOL_VERSION)
 
 
 # -- settings ------------------------------------------------------------------------------------

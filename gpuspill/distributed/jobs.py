@@ -17,6 +17,7 @@ from distributed.metrics import context_meter
 
 from gpuspill.admission import Admission
 from gpuspill.distributed.metrics import WAIT
+from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 
@@ -77,6 +78,8 @@ class Job:
         Whether somebody has undertaken to call :meth:`prepare` before the task runs.
     lost
         The input that is gone, once that is known.
+    final
+        Whether it is known that nobody can compute it either.
     started, stopped
         When reading began and ended, seconds since the epoch; None if there was none.
     """
@@ -90,6 +93,7 @@ class Job:
         "_wait",
         "admission",
         "claimed",
+        "final",
         "lost",
         "started",
         "stopped",
@@ -101,6 +105,7 @@ class Job:
         self._wait = wait
         self.claimed = False
         self.lost: DataLostError | None = None
+        self.final = False
         self.started: float | None = None
         self.stopped: float | None = None
         self._prepared = False
@@ -130,7 +135,7 @@ class Job:
             return
         self.started = time()
         try:
-            self._values = self._manager.materialize(self.admission)
+            self._accept(self._manager.materialize(self.admission))
         except DataLostError as error:
             self.lost = error
         except Exception as error:
@@ -150,7 +155,7 @@ class Job:
         self.started = time()
         source: Future[dict[Hashable, Any]] = self._manager.materialize_later(self.admission)
         try:
-            self._values = await asyncio.wrap_future(source)
+            self._accept(await asyncio.wrap_future(source))
         except DataLostError as error:
             self.lost = error
         except Exception as error:
@@ -158,6 +163,13 @@ class Job:
         finally:
             source.cancel()
         self.stopped = time()
+
+    def _accept(self, values: dict[Hashable, Any]) -> None:
+        for value in values.values():
+            if isinstance(value, LostValue):
+                self.final = True
+                raise value.error
+        self._values = values
 
     def take(self) -> dict[Hashable, Any]:
         """Return the inputs and let go of them.

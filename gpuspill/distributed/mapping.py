@@ -29,6 +29,7 @@ from gpuspill.config import Settings
 from gpuspill.core.residency import Tier
 from gpuspill.distributed.adopt import AdoptingStore
 from gpuspill.distributed.metrics import Metrics
+from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 from gpuspill.snapshot import Statistics
@@ -73,6 +74,8 @@ class SpillStore(MutableMapping[Hashable, object]):
         ``nbytes_of(key)``: what the worker believes to be the size of a value that is about to be stored, in
         bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on the event loop; the
         worker knows because the task's thread measured it.
+    has_lost_values
+        Whether another worker ever sent word that a value is lost for good.
     on_lost
         Called with the error when a read by key finds that a value is lost, in the reading thread.
 
@@ -101,12 +104,15 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.nbytes_of: Callable[[Hashable], int | None] | None = None
         self.on_lost: Callable[[DataLostError], object] | None = None
         self.metrics = Metrics() if metrics is None else metrics
+        self.has_lost_values = False
         self._warn_after = 0.0
 
     # -- mapping
     # ---------------------------------------------------------------------------------------------------------------
 
     def __setitem__(self, key: Hashable, value: object) -> None:
+        if isinstance(value, LostValue):
+            self.has_lost_values = True
         nbytes = None if self.nbytes_of is None else self.nbytes_of(key)
         self.manager.store(key, value, nbytes)
 
@@ -115,11 +121,14 @@ class SpillStore(MutableMapping[Hashable, object]):
         if threading.get_ident() == manager.loop_thread and not manager.is_resident(key):
             self._warn_of_blocking(key)
         try:
-            return manager.get(key)
+            value = manager.get(key)
         except DataLostError as error:
             if self.on_lost is not None:
                 self.on_lost(error)
             raise
+        if isinstance(value, LostValue):
+            raise value.error
+        return value
 
     def __delitem__(self, key: Hashable) -> None:
         self.manager.discard(key)
@@ -204,10 +213,10 @@ class SpillStore(MutableMapping[Hashable, object]):
         except KeyError as error:
             result.set_exception(error)
             return result
-        if not source.done():
-            return asyncio.wrap_future(source)
-        _copy_outcome(source, result)
-        return result
+        if source.done():
+            _copy_outcome(source, result)
+            return result
+        return asyncio.ensure_future(_checked(source))
 
     def memory_total(self) -> int:
         """Bytes of values in memory (estimated): neither what is spilled nor the offset."""
@@ -265,11 +274,23 @@ class SpillStore(MutableMapping[Hashable, object]):
 def _copy_outcome(
     source: Future[dict[Hashable, Any]], target: asyncio.Future[dict[Hashable, Any]]
 ) -> None:
-    error = source.exception()
+    error = source.exception() or _lost(source.result())
     if error is not None:
         target.set_exception(error)
     else:
         target.set_result(source.result())
+
+
+async def _checked(source: Future[dict[Hashable, Any]]) -> dict[Hashable, Any]:
+    values = await asyncio.wrap_future(source)
+    error = _lost(values)
+    if error is not None:
+        raise error
+    return values
+
+
+def _lost(values: Mapping[Hashable, Any]) -> DataLostError | None:
+    return next((value.error for value in values.values() if isinstance(value, LostValue)), None)
 
 
 class _TierView(Mapping[Hashable, object]):

@@ -10,7 +10,7 @@ from gpuspill.errors import DataLostError
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
 
-__all__ = ["LostValue", "ResidentView", "View"]
+__all__ = ["LostValue", "Poison", "ResidentView", "View"]
 
 _MISSING = object()
 
@@ -63,10 +63,25 @@ class ResidentView(View):
 
 
 class LostValue:
-    """Travels in the place of a value that is lost for good, and raises where it is unpickled."""
+    """Stands on another worker for a value that is lost for good. Reading it from a store raises.
+
+    Distributed has no message by which a worker could tell the scheduler that data which nobody can compute is lost and
+    have everything that waits for it fail. So what waits gets this, and fails when it reads it.
+    """
 
     def __init__(self, error: DataLostError) -> None:
-        self.error = error
+        self.error = DataLostError(error.message, error.key)  # without traceback
+
+    def __reduce__(self) -> Any:
+        return _lost_value, (self.error.message, self.error.key)
+
+
+def _lost_value(message: str, key: Hashable) -> LostValue:
+    return LostValue(DataLostError(message, key))
+
+
+class Poison(LostValue):
+    """A lost value on its way to a client: raises where it is unpickled."""
 
     def __reduce__(self) -> Any:
         return _raise_lost, (self.error.message, self.error.key)

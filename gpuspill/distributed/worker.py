@@ -44,9 +44,10 @@ from gpuspill.distributed.internals import (
     lost_input,
     missing_hooks,
     recover,
+    speaks_gpuspill,
 )
 from gpuspill.distributed.jobs import Job, granted
-from gpuspill.distributed.views import LostValue, ResidentView, View
+from gpuspill.distributed.views import LostValue, Poison, ResidentView, View
 from gpuspill.errors import DataLostError
 
 if TYPE_CHECKING:
@@ -122,9 +123,7 @@ def spilling_class(base: Any) -> Any:
             # Counted as outgoing while values are read, so that a worker that is busy reading is busy for others too.
             self.transfer_outgoing_count += 1
             try:
-                # A client that gets an answer without its key asks again; one in this process does not unpickle.
-                poison = who is None and not str(comm.peer_address).startswith("inproc://")
-                pins, values = await _stage(self, keys, poison=poison)
+                pins, values = await _stage(self, keys, _substitute_for(comm, who))
             finally:
                 self.transfer_outgoing_count -= 1
             token = _VIEW.set(View(attachment.store, values))
@@ -210,7 +209,7 @@ async def _execute_prepared(worker: Any, execute: Callable[..., Any], ts: Any, j
             try:
                 values = job.take()
             except distributed.Reschedule:
-                return await lost_input(worker, ts.key, run_id, job.lost)
+                return await lost_input(worker, ts.key, run_id, job)
             except Exception as error:
                 logger.error("Exception while reading the inputs of task %r", ts.key, exc_info=True)
                 return wsm.ExecuteFailureEvent.from_exception(
@@ -230,7 +229,7 @@ async def _execute_prepared(worker: Any, execute: Callable[..., Any], ts: Any, j
         # What distributed notes of slow reads, for the task stream.
         ts.startstops.append({"action": "disk-read", "start": job.started, "stop": job.stopped})
     if job.lost is not None and isinstance(event, wsm.RescheduleEvent):
-        return await lost_input(worker, ts.key, run_id, job.lost)
+        return await lost_input(worker, ts.key, run_id, job)
     return event
 
 
@@ -300,11 +299,11 @@ def _prepares_inputs(executor: Any) -> bool:
 
 
 @context_meter_to_server_digest("get-data")
-async def _stage(worker: Any, keys: Collection[Any], *, poison: bool) -> tuple[Admission, dict[Any, Any]]:
+async def _stage(worker: Any, keys: Collection[Any], substitute: Any) -> tuple[Admission, dict[Any, Any]]:
     """Pin what is there of `keys` and bring it into memory, without holding the loop.
 
     A key that is lost is left out, and the scheduler has been told when this returns. If nothing can recompute it and
-    `poison` is set, the receiver gets a value that raises when it is unpickled.
+    there is a `substitute`, the receiver gets that in its place.
     """
     store, manager = worker._gpuspill.store, worker._gpuspill.store.manager
     lost: dict[Any, Any] = {}
@@ -318,14 +317,22 @@ async def _stage(worker: Any, keys: Collection[Any], *, poison: bool) -> tuple[A
             pins.release()
             if await recover(worker, error.key):
                 continue
-            if poison:
-                lost[error.key] = LostValue(error)
+            if substitute is not None:
+                lost[error.key] = substitute(error)
             else:
                 forget_lost(worker, error.key)
         except BaseException:
             source.cancel()
             pins.release()
             raise
+
+
+def _substitute_for(comm: Any, who: str | None) -> Any:
+    """Return what a peer can be given for a value that is lost for good: something that raises when it is read."""
+    if who is not None:
+        return LostValue if speaks_gpuspill(comm) else None
+    # A client that gets an answer without its key asks again; one in this process does not unpickle.
+    return None if str(comm.peer_address).startswith("inproc://") else Poison
 
 
 @lru_cache(maxsize=16)

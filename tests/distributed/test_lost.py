@@ -1,0 +1,232 @@
+"""A record that is gone or damaged: the value is computed anew, or whoever waits for it gets an error that names it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from distributed import Client, Event, LocalCluster, wait
+from distributed.client import FutureCancelledError
+from distributed.utils_test import async_poll_for, gen_test, inc
+
+import gpuspill
+from gpuspill import DataLostError
+from tests.distributed.clusters import all_spilled, spill_directory, spilling
+
+pytestmark = pytest.mark.cluster
+
+#: The scheduler gives a worker all the tasks there are, not only as many as it has threads.
+ALL_AT_ONCE = {"distributed.scheduler.worker-saturation": float("inf")}
+
+
+def remove(path):
+    os.unlink(path)
+
+
+def truncate(path):
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def flip(path):
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0xFF]))
+
+
+async def damage_all(*workers, how=remove):
+    """Spill everything and damage every record."""
+    await all_spilled(*workers)
+    for worker in workers:
+        directory = spill_directory(worker)
+        records = [name for name in os.listdir(directory) if name.isdigit()]
+        assert len(records) == worker.data.statistics().disk_keys > 0
+        for name in records:
+            how(os.path.join(directory, name))
+
+
+def total(*args):
+    return sum(np.sum(x) for x in args)
+
+
+async def total_later(*args):
+    return total(*args)
+
+
+@pytest.mark.parametrize("how", [remove, truncate, flip])
+@pytest.mark.parametrize("use", [total, total_later])
+@spilling(limits=(1,))
+async def test_an_input_is_computed_anew(c, s, a, b, how, use):
+    x = c.submit(np.ones, 1000)
+    y = c.submit(np.add, x, 1)
+    await wait(y)
+    await damage_all(*(w for w in (a, b) if len(w.data)), how=how)
+    assert await c.submit(use, y) == 2000
+    assert await c.submit(use, x, pure=False) == 1000
+
+
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 2)], config=ALL_AT_ONCE)
+async def test_many_tasks_need_the_lost_input(c, s, a):
+    x = c.submit(np.ones, 1000)
+    await wait(x)
+    await damage_all(a)
+    futures = [c.submit(lambda x, i: float(x.sum()) + i, x, i) for i in range(20)]
+    assert await c.gather(futures) == [1000.0 + i for i in range(20)]
+
+
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 1)], config=ALL_AT_ONCE)
+async def test_tasks_that_wait_their_turn_are_taken_back(c, s, a):
+    """The worker is busy while the loss of their common input is found out."""
+    release = Event()
+
+    def block(release):
+        release.wait()
+
+    x = c.submit(np.ones, 1000)
+    await wait(x)
+    await damage_all(a)
+    blocker = c.submit(block, release)
+    await async_poll_for(lambda: a.state.executing_count, timeout=5)
+    futures = [c.submit(lambda x, i: float(x.sum()) + i, x, i) for i in range(5)]
+    await async_poll_for(lambda: len(a.state.ready) == 5, timeout=5)
+    # A client asks for the value: the loss is found, and everything that counts on it starts over.
+    value = asyncio.ensure_future(c.gather(x, direct=True, asynchronous=True))
+    await async_poll_for(lambda: a.data.statistics().lost == 1, timeout=5)
+    await release.set()
+    assert (await value).sum() == 1000
+    assert await c.gather(futures) == [1000.0 + i for i in range(5)]
+    del blocker
+
+
+@spilling(limits=(1,))
+async def test_another_replica_is_used(c, s, a, b):
+    x = c.submit(np.ones, 1000, workers=[a.address])
+    await wait(x)
+    await c.replicate(x, n=2)
+    scattered = await c.scatter(np.ones(500), broadcast=True)
+    await damage_all(a)
+    assert await c.submit(total, x, workers=[a.address]) == 1000
+    assert await c.submit(total, scattered, workers=[a.address]) == 500
+    assert s.tasks[x.key].run_spec is not None
+    assert not s.tasks[scattered.key].run_spec
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@spilling(limits=(1,))
+async def test_a_client_gathers_a_lost_result(c, s, a, b, direct):
+    x = c.submit(np.ones, 1000, workers=[a.address])
+    await wait(x)
+    await damage_all(a)
+    assert (await c.gather(x, direct=direct)).sum() == 1000
+
+
+@spilling(limits=(1,))
+async def test_another_worker_needs_it(c, s, a, b):
+    x = c.submit(np.ones, 1000, workers=[a.address])
+    await wait(x)
+    await damage_all(a)
+    assert await c.submit(total, x, workers=[b.address]) == 1000
+
+
+@spilling(limits=(1,))
+async def test_replicate_a_lost_value(c, s, a, b):
+    x = c.submit(np.ones, 1000, workers=[a.address])
+    await wait(x)
+    await damage_all(a)
+    with suppress(AssertionError):  # the scheduler's, which does not expect what it replicates to vanish
+        await c.replicate(x, n=2)
+    assert (await x).sum() == 1000
+
+
+# -- what nobody can compute ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [total, total_later])
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
+async def test_a_task_needs_scattered_data_that_is_lost(c, s, a, use):
+    x = (await c.scatter({"my-data": np.ones(1000)}))["my-data"]
+    await damage_all(a)
+    y = c.submit(use, x)
+    with pytest.raises(DataLostError, match="my-data") as caught:
+        await y
+    assert caught.value.key == "my-data"
+    z = c.submit(inc, y)
+    with pytest.raises(DataLostError, match="my-data"):
+        await z
+    assert await c.submit(inc, 1) == 2
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
+async def test_a_client_gathers_scattered_data_that_is_lost(c, s, a, direct):
+    x = (await c.scatter({"my-data": np.ones(1000)}))["my-data"]
+    await damage_all(a)
+    with pytest.raises(DataLostError, match="my-data") as caught:
+        await c.gather(x, direct=direct)
+    assert caught.value.key == "my-data"
+
+
+@spilling(limits=(1,))
+async def test_another_worker_needs_scattered_data_that_is_lost(c, s, a, b):
+    x = (await c.scatter({"my-data": np.ones(1000)}, workers=[a.address]))["my-data"]
+    await damage_all(a)
+    y = c.submit(total, x, workers=[b.address])
+    with pytest.raises(DataLostError, match="my-data"):
+        await y
+    # The other worker knows by now; so does a client that asks it.
+    assert "my-data" in b.data
+    with pytest.raises(DataLostError, match="my-data"):
+        b.data["my-data"]
+    with pytest.raises(DataLostError, match="my-data"):
+        await b.data.async_get(["my-data"])
+    with pytest.raises(DataLostError, match="my-data"):
+        await x
+    with pytest.raises(DataLostError, match="my-data"):
+        await c.submit(total, x, workers=[b.address], pure=False)
+    assert await c.submit(inc, 1) == 2
+
+
+@gen_test()
+async def test_in_one_process():
+    async with (
+        LocalCluster(
+            n_workers=1,
+            processes=False,
+            asynchronous=True,
+            dashboard_address=":0",
+            data=gpuspill.data(host_limit=1),
+        ) as cluster,
+        Client(cluster, asynchronous=True) as c,
+    ):
+        (worker,) = cluster.workers.values()
+        x = (await c.scatter({"my-data": np.ones(1000)}))["my-data"]
+        y = c.submit(np.ones, 500)
+        await wait(y)
+        await damage_all(worker)
+        assert (await y).sum() == 500
+        with pytest.raises(FutureCancelledError, match="my-data"):
+            await x
+
+
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 1)], loop_io=None)
+async def test_whoever_reads_worker_data_gets_the_error_and_the_scheduler_is_told(c, s, a):
+    x = c.submit(np.ones, 1000)
+    await wait(x)
+    await damage_all(a)
+    with pytest.raises(DataLostError, match=x.key):
+        a.data[x.key]
+    await async_poll_for(lambda: [t.finish for t in s.story(x.key)].count("memory") == 2, timeout=5)
+    assert (await x).sum() == 1000
+
+
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
+async def test_async_get_raises_for_lost_values(c, s, a):
+    x = (await c.scatter({"my-data": np.ones(1000)}))["my-data"]
+    await damage_all(a)
+    with pytest.raises(DataLostError, match="my-data"):
+        await a.data.async_get(["my-data"])
+    del x
