@@ -129,12 +129,11 @@ def test_an_intact_record_that_is_another_one():
         decode(payload, footer, before.checksum)
 
 
-@pytest.mark.parametrize("nbytes", range(58))
-def test_cut_footer(nbytes):
+def test_footer_cut_anywhere():
     payload, footer, encoder = encode(b"h", [b"frame"])
-    assert len(footer) == 58
-    with pytest.raises(RecordCorrupt):
-        decode(payload, footer[:nbytes], encoder.checksum)
+    for nbytes in range(len(footer)):
+        with pytest.raises(RecordCorrupt):
+            decode(payload, footer[:nbytes], encoder.checksum)
 
 
 def forge(payload, footer):
