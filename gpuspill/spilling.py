@@ -62,18 +62,18 @@ class Spiller:
             if metadata.closed:
                 return float("inf")
             now = metadata.clock()
-            stuck = state.set_aside and state.memory.over()
-            if stuck and now >= self._retry_at:
-                state.retry()
             pid = state.next_spill()
             pause = float("inf")
-            if pid is not None:
-                self._pause = _BACKOFF[0]
-            elif state.set_aside and state.memory.over():
+            # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
+            # are let go at this very point, and would wait for ever if there always were something to try.
+            if pid is None and state.set_aside and state.memory.over():
                 if now >= self._retry_at:
                     self._retry_at = now + self._pause
                     self._pause = min(2 * self._pause, _BACKOFF[1])
-                pause = max(self._retry_at - now, 0.001)
+                    state.retry()
+                    pause = 0.0
+                else:
+                    pause = self._retry_at - now
         if pid is None:
             return pause
         self._spill(pid)
@@ -129,6 +129,7 @@ class Spiller:
             totals["written"] += receipt.nbytes
             totals["raw"] += raw
             self._logged.discard("quota")
+            self._pause = _BACKOFF[0]
             state.complete_spill(pid, receipt.nbytes)
         if self._observer is not None:
             self._observer("serialize", middle - start, "seconds")
@@ -160,6 +161,7 @@ class Spiller:
             # The traceback refers to the frames of the failed call, and these to the value, which would look held.
             error.__traceback__ = None
         with self._metadata as state:
+            self._retry_at = max(self._retry_at, self._metadata.clock() + self._pause)
             state.fail_spill(pid, forever=forever)
 
     def _log_once(self, what: str, message: str, *args: object) -> None:
