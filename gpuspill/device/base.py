@@ -18,7 +18,7 @@ An :class:`Allocation` owns its memory and is kept alive by references: those of
 every array built on it. The memory is freed when the last of them goes. :meth:`Device.free` gives it up earlier and
 is for the one who allocated it and built no array on it, or dropped them all (a restore that failed half way).
 Freeing twice is an error, and so is any use afterwards. Memory that a library allocated (an array made by a user's
-task) is never freed through the port: the port drops its references, and the library frees.
+task) is borrowed (:meth:`Device.borrow`) and never freed through the port: drop its arrays, and the library frees it.
 
 Identity
 --------
@@ -343,6 +343,25 @@ class Device(ABC):
             A copy from or to it is in flight; it was not freed.
         UseAfterFree
             It was freed before.
+        """
+
+    @abstractmethod
+    def borrow(self, identity: AllocationId, owner: object) -> Allocation:
+        """Return an allocation for memory that a library allocated, so that it can be copied from and to.
+
+        It keeps `owner`, which keeps the memory, and must not be given to :meth:`free`.
+
+        Parameters
+        ----------
+        identity
+            The memory.
+        owner
+            What keeps the memory alive.
+
+        Raises
+        ------
+        ValueError
+            It is not of this device.
         """
 
     @abstractmethod

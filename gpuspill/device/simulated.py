@@ -27,6 +27,7 @@ from typing import Any
 
 from gpuspill.device.base import (
     Allocation,
+    AllocationId,
     Device,
     DeviceError,
     DeviceStatistics,
@@ -168,6 +169,12 @@ class SimulatedDevice(Device):
             As :meth:`allocate`.
         """
         return self._allocator.adopt(storage)
+
+    def borrow(self, identity: AllocationId, owner: object) -> SimulatedAllocation:
+        """Return the allocation of an array: here, memory of arrays and memory of the port are the same."""
+        if not isinstance(owner, SimulatedAllocation) or owner.identity != identity:
+            raise ValueError(f"{owner!r} does not own {identity}")
+        return self._own(owner)
 
     def free(self, allocation: Allocation) -> None:
         """Give memory up now; every array built on it fails from now on."""

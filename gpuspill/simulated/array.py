@@ -52,8 +52,8 @@ class Array(ArrayView, NDArrayOperatorsMixin):
     It behaves as :class:`numpy.ndarray` in computations, and as ``cupy.ndarray`` towards the host: NumPy does not get
     at its bytes (``numpy.asarray(array)`` and ``memoryview(array)`` raise TypeError), and it does not mix with NumPy
     arrays. Explicit copies do: :func:`gpuspill.simulated.asarray` and :func:`gpuspill.simulated.asnumpy`; so do
-    ``float(array)``, ``int``, ``complex``, ``bool``, :meth:`item` and :meth:`tolist`, which copy and wait. Reductions
-    give arrays without axes, not scalars; so does indexing a single element, which is a view.
+    ``float(array)``, ``int``, ``complex``, ``bool``, ``bytes``, :meth:`item` and :meth:`tolist`, which copy and wait.
+    Reductions give arrays without axes, not scalars; so does indexing a single element, which is a view.
 
     Parameters
     ----------
@@ -146,6 +146,9 @@ class Array(ArrayView, NDArrayOperatorsMixin):
 
     def __index__(self) -> int:
         return to_host(self).__index__()
+
+    def __bytes__(self) -> bytes:
+        return to_host(self).tobytes()
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)

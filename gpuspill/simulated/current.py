@@ -41,12 +41,19 @@ def _seconds(value: Any) -> float:
     return float(parse_timedelta(value) or 0.0)
 
 
+def _switch(value: Any) -> bool:
+    found = str(value).lower()
+    if found not in ("1", "true", "yes", "on", "0", "false", "no", "off", "none"):
+        raise ValueError("expected true or false")
+    return found in ("1", "true", "yes", "on")
+
+
 _PARSERS: Final[Mapping[str, Any]] = {
     "memory": parse_bytes,
     "bandwidth": _bandwidth,
     "latency": _seconds,
     "kernel_latency": _seconds,
-    "checks": lambda value: str(value).lower() in ("1", "true", "yes", "on"),
+    "checks": _switch,
 }
 
 

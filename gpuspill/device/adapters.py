@@ -1,0 +1,272 @@
+"""Adapters for the array types of NumPy, CuPy, Numba, RMM, PyTorch and the simulated device.
+
+Each uses its library's public API only and imports nothing: the library is found among the imported modules. Identity
+is what the library says of the memory. Two libraries that look at one piece of memory agree where one was given the
+other's object and keeps it (Numba), or uses RMM; else the ranges overlap without being equal, and it is for the
+ledger to see that.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from gpuspill.device.arrays import ArrayAdapter, ArrayDescription, ArrayRegistry, interface_layout
+from gpuspill.device.base import Allocation, AllocationId, Layout
+
+__all__ = [
+    "CupyAdapter",
+    "NumbaAdapter",
+    "NumpyAdapter",
+    "RmmAdapter",
+    "SimulatedAdapter",
+    "TorchAdapter",
+    "all_adapters",
+]
+
+
+def all_adapters() -> tuple[ArrayAdapter, ...]:
+    """Return one of each."""
+    return SimulatedAdapter(), CupyAdapter(), NumbaAdapter(), RmmAdapter(), TorchAdapter(), NumpyAdapter()
+
+
+def _check(memory: Allocation, layout: Layout) -> None:
+    low, high = layout.span
+    if low < 0 or high > memory.nbytes:
+        raise ValueError(f"an array on bytes {low} to {high} is not within {memory!r}")
+
+
+def _ordinal(memory: Allocation) -> int:
+    kind, _, ordinal = memory.device.identity.partition(":")
+    if kind != "cuda":
+        raise TypeError(f"arrays of CUDA libraries cannot be on {memory!r}: it is not on a CUDA device")
+    return int(ordinal)
+
+
+class _Interface:
+    """An allocation, or part of it, for libraries that take ``__cuda_array_interface__``. Keeps it alive."""
+
+    def __init__(self, memory: Allocation, layout: Layout) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": layout.shape,
+            "strides": layout.strides,
+            "typestr": layout.dtype,
+            "data": (memory.address + layout.offset, False),
+            "stream": None,  # whoever rebuilds has observed the copy: there is nothing to wait for
+        }
+
+
+class SimulatedAdapter(ArrayAdapter):
+    """Arrays of :mod:`gpuspill.simulated`."""
+
+    name = "simulated"
+    library = "gpuspill.simulated"
+
+    def types(self, library: ModuleType) -> tuple[type, ...]:
+        """Return the array type."""
+        return (library.Array,)
+
+    def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription:
+        """Take an array apart."""
+        return self.describes(value.allocation.identity, value.allocation, value.layout)
+
+    def rebuild(self, memory: Allocation, layout: Layout) -> Any:
+        """Build an array."""
+        simulated = sys.modules[self.library]
+        return simulated.rebuild(memory, layout.offset, layout.shape, layout.strides, layout.dtype)
+
+
+class CupyAdapter(ArrayAdapter):
+    """Arrays of CuPy, whatever its allocator."""
+
+    name = "cupy"
+    library = "cupy"
+
+    def types(self, library: ModuleType) -> tuple[type, ...]:
+        """Return the array type."""
+        return (library.ndarray,)
+
+    def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription:
+        """Take an array apart."""
+        memory = value.data.mem
+        layout = Layout(
+            value.data.ptr - memory.ptr, tuple(value.shape), tuple(value.strides), value.dtype.str, value.itemsize
+        )
+        return self.describes(AllocationId(f"cuda:{memory.device_id}", memory.ptr, memory.size), memory, layout)
+
+    def rebuild(self, memory: Allocation, layout: Layout) -> Any:
+        """Build an array."""
+        _check(memory, layout)
+        cupy: Any = sys.modules[self.library]
+        block = cupy.cuda.UnownedMemory(memory.address, memory.nbytes, memory, _ordinal(memory))
+        pointer = cupy.cuda.MemoryPointer(block, layout.offset)
+        return cupy.ndarray(layout.shape, np.dtype(layout.dtype), pointer, layout.strides)
+
+
+class NumbaAdapter(ArrayAdapter):
+    """Device arrays of Numba; not those of its simulator, which are in host memory."""
+
+    name = "numba"
+    library = "numba.cuda"
+
+    def types(self, library: ModuleType) -> tuple[type, ...]:
+        """Return the array type; there is none in Numba's simulator."""
+        found = getattr(library.devicearray, "DeviceNDArray", None)
+        return () if found is None else (found,)
+
+    def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
+        """Take an array apart."""
+        found = interface_layout(value)
+        if found is None:
+            return None
+        layout, address = found
+        owner = value.gpu_data.owner
+        identity = self._identity(owner, registry)
+        if identity is None:
+            return None
+        moved = Layout(address - identity.address, layout.shape, tuple(value.strides), layout.dtype, layout.itemsize)
+        return self.describes(identity, owner, moved)
+
+    def _identity(self, owner: Any, registry: ArrayRegistry) -> AllocationId | None:
+        if isinstance(owner, _Interface):
+            return owner.memory.identity
+        if hasattr(owner, "device_pointer_value"):
+            return AllocationId(f"cuda:{owner.context.device.id}", owner.device_pointer_value or 0, owner.size)
+        # It was made from another library's array, which knows its own memory.
+        described = registry.describe(owner)
+        return None if described is None else described.identity
+
+    def rebuild(self, memory: Allocation, layout: Layout) -> Any:
+        """Build an array."""
+        _check(memory, layout)
+        _ordinal(memory)
+        numba_cuda: Any = sys.modules[self.library]
+        return numba_cuda.as_cuda_array(_Interface(memory, layout), sync=False)
+
+
+class RmmAdapter(ArrayAdapter):
+    """``rmm.DeviceBuffer``: memory itself."""
+
+    name = "rmm"
+    library = "rmm"
+
+    def types(self, library: ModuleType) -> tuple[type, ...]:
+        """Return the buffer type."""
+        return (library.DeviceBuffer,)
+
+    def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription:
+        """Take a buffer apart."""
+        identity = AllocationId(registry.pointer_device(value.ptr), value.ptr, value.size)
+        return self.describes(identity, value, Layout(0, (value.size,), (1,), "|u1", 1))
+
+    def rebuild(self, memory: Allocation, layout: Layout) -> Any:
+        """Return the buffer that the allocation is made of: one cannot be made on other memory."""
+        _check(memory, layout)
+        buffer = memory.owner
+        if type(buffer) not in self.types(sys.modules[self.library]) or layout.span != (0, memory.nbytes):
+            raise TypeError(f"an rmm.DeviceBuffer cannot look at memory that another object owns: {memory!r}")
+        return buffer
+
+
+class TorchAdapter(ArrayAdapter):
+    """Tensors of PyTorch on a CUDA device. Only plain ones: strided, and without gradients."""
+
+    name = "torch"
+    library = "torch"
+
+    def types(self, library: ModuleType) -> tuple[type, ...]:
+        """Return the tensor type."""
+        return (library.Tensor,)
+
+    def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
+        """Take a tensor apart."""
+        torch: Any = sys.modules[self.library]
+        if not value.is_cuda or value.layout is not torch.strided or value.requires_grad:
+            return None
+        if value.is_conj() or value.is_neg():  # the bytes are not the values
+            return None
+        storage = value.untyped_storage()
+        size = value.element_size()
+        layout = Layout(
+            value.storage_offset() * size,
+            tuple(value.shape),
+            tuple(step * size for step in value.stride()),
+            str(value.dtype).removeprefix("torch."),
+            size,
+        )
+        identity = AllocationId(f"cuda:{value.device.index}", storage.data_ptr(), storage.nbytes())
+        return self.describes(identity, storage, layout)
+
+    def rebuild(self, memory: Allocation, layout: Layout) -> Any:
+        """Build a tensor."""
+        _check(memory, layout)
+        torch: Any = sys.modules[self.library]
+        whole = _Interface(memory, Layout(0, (memory.nbytes,), (1,), "|u1", 1))
+        raw = torch.as_tensor(whole, device=f"cuda:{_ordinal(memory)}")
+        size = layout.itemsize
+        typed = raw[: memory.nbytes // size * size].view(getattr(torch, layout.dtype))
+        return torch.as_strided(typed, layout.shape, [step // size for step in layout.strides], layout.offset // size)
+
+
+class NumpyAdapter(ArrayAdapter):
+    """Arrays in host memory: a view is described by the memory it keeps alive.
+
+    Not described: subclasses (they may carry more), arrays of Python objects or records, and arrays on mapped files.
+    """
+
+    name = "numpy"
+    library = "numpy"
+    on_device = False
+
+    def types(self, library: ModuleType) -> tuple[type, ...]:
+        """Return the array type."""
+        return (library.ndarray,)
+
+    def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
+        """Take an array apart."""
+        if value.dtype.hasobject or value.dtype.names is not None:
+            return None
+        owner: Any = value
+        while True:
+            if isinstance(owner, memoryview):
+                owner = owner.obj
+            elif type(owner) is np.ndarray and owner.base is not None:
+                owner = owner.base
+            else:
+                break
+        if type(owner) in (bytes, bytearray):
+            whole = np.frombuffer(owner, np.uint8) if owner else np.empty(0, np.uint8)
+        elif type(owner) is np.ndarray and owner.flags.owndata:
+            whole = owner
+        else:
+            # Something else's memory (a mapped file, a device's, an array of another library): not ours to say.
+            return None
+        address, nbytes = _pointer(whole), whole.nbytes
+        layout = Layout(
+            _pointer(value) - address if value.size else 0,
+            value.shape,
+            value.strides,
+            value.dtype.str,
+            value.dtype.itemsize,
+            bool(value.flags.writeable),
+        )
+        return self.describes(AllocationId("host", address, nbytes), owner, layout)
+
+    def rebuild(self, memory: Any, layout: Layout) -> Any:
+        """Build an array on a buffer."""
+        if 0 in layout.shape:
+            array: Any = np.empty(layout.shape, layout.dtype)
+        else:
+            array = np.ndarray(layout.shape, layout.dtype, memory, layout.offset, layout.strides)
+        if not layout.writeable:
+            array.flags.writeable = False
+        return array
+
+
+def _pointer(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])

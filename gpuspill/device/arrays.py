@@ -1,0 +1,251 @@
+"""Which objects live on a device, and which allocation owns them.
+
+An :class:`ArrayAdapter` knows the array type of one library, by the library's public API: it takes an array apart into
+memory and layout and builds one on other memory. A registry asks the adapter of a value's type. Libraries are never
+imported: an adapter is asked only when the library has been imported by somebody else, without which there can be no
+value of its type.
+
+What no adapter knows but has ``__cuda_array_interface__`` is described by that, and flagged as *estimated*: the
+interface gives the bytes an array looks at, not the allocation they belong to, and such an array cannot be rebuilt
+here. It is moved by whoever can serialise it.
+
+What is *not* covered: containers and composite types (data frames): they are taken apart elsewhere, and their buffers
+come here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+from gpuspill.device.base import AllocationId, Layout
+
+__all__ = ["ArrayAdapter", "ArrayDescription", "ArrayRegistry", "Recipe", "estimated_nbytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to build an array on some memory. Refers to no memory; may be pickled.
+
+    Attributes
+    ----------
+    adapter
+        Name of the adapter that can.
+    layout
+        How the array looks at the memory.
+    """
+
+    adapter: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayDescription:
+    """An array, taken apart.
+
+    Attributes
+    ----------
+    identity
+        The memory it looks at. Arrays with the same identity share an allocation, while that lives.
+    owner
+        What keeps that memory alive: drop it, and all arrays on it, to let the memory go.
+    recipe
+        How to build the array again; None if it cannot be (see `estimated`).
+    layout
+        How it looks at the memory.
+    estimated
+        No adapter knows the type. The identity is that of the bytes it looks at; the allocation may be larger and may
+        be shared unnoticed.
+    """
+
+    identity: AllocationId
+    owner: object
+    recipe: Recipe | None
+    layout: Layout
+    estimated: bool = False
+
+
+class ArrayAdapter(ABC):
+    """Knows the arrays of one library. Stateless."""
+
+    name: ClassVar[str]
+    """Name of the adapter, unique in a registry."""
+
+    library: ClassVar[str]
+    """Module that is imported if there can be any value of its types."""
+
+    on_device: ClassVar[bool] = True
+    """Whether its arrays are on a device; False for arrays in host memory."""
+
+    @abstractmethod
+    def types(self, library: ModuleType) -> tuple[type, ...]:
+        """Return the types it knows. Subclasses are not taken: they may carry more than memory and layout."""
+
+    @abstractmethod
+    def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
+        """Take an array apart, without using its memory or copying anything; None if this one cannot be.
+
+        Parameters
+        ----------
+        value
+            An array of one of :meth:`types`.
+        registry
+            To ask about an array that this one was made from.
+        """
+
+    @abstractmethod
+    def rebuild(self, memory: Any, layout: Layout) -> Any:
+        """Build an array on `memory`, which it keeps alive. Copies nothing.
+
+        Parameters
+        ----------
+        memory
+            An allocation of the device port; for arrays in host memory, a buffer.
+        layout
+            As in a description.
+
+        Raises
+        ------
+        ValueError
+            The layout reaches beyond the memory.
+        TypeError
+            The library cannot have an array there.
+        """
+
+    def describes(self, identity: AllocationId, owner: object, layout: Layout) -> ArrayDescription:
+        """Return a description of one of its arrays."""
+        return ArrayDescription(identity, owner, Recipe(self.name, layout), layout)
+
+
+class ArrayRegistry:
+    """Finds the adapter of a value.
+
+    Parameters
+    ----------
+    adapters
+        Default: all there are, see :mod:`gpuspill.device.adapters`.
+    pointer_device
+        Returns the identity of the device that an address belongs to, for libraries whose arrays do not say. Default:
+        ``"cuda:0"``, the only visible device of a process that was started for one.
+
+    Notes
+    -----
+    Thread-safe. Looking a type up is O(1) after the first time.
+    """
+
+    def __init__(
+        self,
+        adapters: Iterable[ArrayAdapter] | None = None,
+        *,
+        pointer_device: Callable[[int], str] = lambda address: "cuda:0",
+    ) -> None:
+        if adapters is None:
+            from gpuspill.device.adapters import all_adapters
+
+            adapters = all_adapters()
+        self.pointer_device = pointer_device
+        self._adapters = {adapter.name: adapter for adapter in adapters}
+        self._lock = threading.Lock()
+        self._by_type: weakref.WeakKeyDictionary[type, ArrayAdapter | None] = weakref.WeakKeyDictionary()
+
+    def adapter(self, cls: type) -> ArrayAdapter | None:
+        """Return the adapter for a type, if there is one."""
+        with self._lock:
+            try:
+                return self._by_type[cls]
+            except KeyError:
+                pass
+        found = next((adapter for adapter in self._adapters.values() if _knows(adapter, cls)), None)
+        with self._lock:
+            self._by_type[cls] = found
+        return found
+
+    def describe(self, value: object) -> ArrayDescription | None:
+        """Take an array apart.
+
+        Returns
+        -------
+        ArrayDescription or None
+            None if `value` is no array, or one that can be described by nobody. Never raises.
+        """
+        adapter = self.adapter(type(value))
+        try:
+            found = None if adapter is None else adapter.describe(value, self)
+            return found or self._estimate(value)
+        except Exception:
+            # What an object does when asked for its properties is not ours; it is not an array to us then.
+            return None
+
+    def is_on_device(self, value: object) -> bool:
+        """Whether `value` is an array whose memory is on a device, as far as anybody knows."""
+        adapter = self.adapter(type(value))
+        if adapter is not None and not adapter.on_device:
+            return False
+        return self.describe(value) is not None
+
+    def rebuild(self, recipe: Recipe, memory: Any) -> Any:
+        """Build an array on `memory`; see :meth:`ArrayAdapter.rebuild`."""
+        return self._adapters[recipe.adapter].rebuild(memory, recipe.layout)
+
+    def _estimate(self, value: object) -> ArrayDescription | None:
+        layout_and_address = interface_layout(value)
+        if layout_and_address is None:
+            return None
+        layout, address = layout_and_address
+        low, high = layout.span
+        identity = AllocationId(self.pointer_device(address), address + low, high - low)
+        return ArrayDescription(identity, value, None, layout, estimated=True)
+
+
+def _knows(adapter: ArrayAdapter, cls: type) -> bool:
+    library = sys.modules.get(adapter.library)
+    try:
+        return library is not None and cls in adapter.types(library)
+    except AttributeError:
+        # The library is only half imported, or has no such type in this version: there is no value of it.
+        return False
+
+
+def interface_layout(value: object) -> tuple[Layout, int] | None:
+    """Return layout and address of the first element, from ``__cuda_array_interface__``; None if there is none.
+
+    The layout's offset is 0: there is nothing to count it from.
+    """
+    # The type is asked first: objects that make up attributes have any attribute.
+    if not hasattr(type(value), "__cuda_array_interface__"):
+        return None
+    interface: Mapping[str, Any] = value.__cuda_array_interface__  # type: ignore[attr-defined]
+    typestr = str(interface["typestr"])
+    itemsize = int(typestr[2:])
+    shape = tuple(int(length) for length in interface["shape"])
+    strides = interface.get("strides")
+    if strides is None:
+        steps = [itemsize]
+        for length in reversed(shape[1:]):
+            steps.append(steps[-1] * length)
+        strides = tuple(reversed(steps)) if shape else ()
+    address, read_only = interface["data"]
+    layout = Layout(0, shape, tuple(int(step) for step in strides), typestr, itemsize, not read_only)
+    return layout, int(address or 0)
+
+
+def estimated_nbytes(value: object) -> int | None:
+    """Return the size in bytes that an object claims to have: by its array interface, else by ``nbytes``.
+
+    Never by ``sys.getsizeof``, which knows nothing of memory on a device. None if it claims none. Never raises.
+    """
+    try:
+        found = interface_layout(value)
+        if found is not None:
+            low, high = found[0].span
+            return high - low
+        nbytes = getattr(value, "nbytes", None)
+        return nbytes if isinstance(nbytes, int) and nbytes >= 0 else None
+    except Exception:
+        return None

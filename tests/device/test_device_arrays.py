@@ -1,0 +1,499 @@
+"""Which objects live on a device: the adapters and the registry.
+
+The libraries for GPUs are stood in for by small modules with the part of their public API that the adapters use; where
+CuPy can be imported, the real one is used as well, on addresses that nothing touches.
+"""
+
+import mmap
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from gpuspill import simulated
+from gpuspill.device.arrays import ArrayRegistry, estimated_nbytes
+from gpuspill.device.base import Allocation, AllocationId, Layout
+from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
+
+pytest.register_assert_rewrite("gpuspill.testing.devices")
+from gpuspill.testing.devices import ArrayTests  # noqa: E402
+
+
+class TestSimulatedArrays(ArrayTests):
+    @pytest.fixture
+    def device(self):
+        with simulated.use(SimulatedDevice(1 << 20, bandwidth=1e6, latency=0.5, clock=ManualClock())) as device:
+            yield device
+        device.close()
+
+    def asarray(self, host):
+        return asarray(host)
+
+    def asnumpy(self, array):
+        return asnumpy(array)
+
+
+@pytest.fixture
+def registry():
+    return ArrayRegistry()
+
+
+class Memory(Allocation):
+    """An allocation on a CUDA device that does not exist."""
+
+    def __init__(self, address=0x20000, nbytes=4096, device="cuda:0", owner=None):
+        self._address, self._nbytes, self._owner = address, nbytes, owner
+        self._device = types.SimpleNamespace(identity=device)
+
+    device = property(lambda self: self._device)
+    address = property(lambda self: self._address)
+    nbytes = property(lambda self: self._nbytes)
+    owner = property(lambda self: self if self._owner is None else self._owner)
+
+
+# -- stand-ins for the libraries ----------------------------------------------------------------------
+
+
+class Interface:
+    """An array of a library that nobody knows."""
+
+    def __init__(self, address, shape, typestr="<f8", strides=None, **more):
+        self.__dict__["interface"] = {
+            "version": 3, "data": (address, False), "shape": shape, "typestr": typestr, "strides": strides, **more
+        }  # fmt: skip
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.interface
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """CuPy: arrays on memory pointers on memory."""
+    module = types.ModuleType("cupy")
+
+    class UnownedMemory:
+        def __init__(self, ptr, size, owner, device_id=-1):
+            self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, device_id
+
+    class MemoryPointer:
+        def __init__(self, mem, offset):
+            self.mem, self.ptr = mem, mem.ptr + offset
+
+    class ndarray:
+        def __init__(self, shape, dtype, memptr, strides):
+            self.shape, self.dtype, self.data, self.strides = shape, np.dtype(dtype), memptr, strides
+            self.itemsize = self.dtype.itemsize
+
+        @property
+        def __cuda_array_interface__(self):
+            return Interface(self.data.ptr, self.shape, self.dtype.str, self.strides).interface
+
+    module.ndarray = ndarray
+    module.cuda = types.SimpleNamespace(UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+@pytest.fixture
+def numba(monkeypatch):
+    """Numba: arrays on memory pointers that know their owner."""
+    module = types.ModuleType("numba.cuda")
+
+    class MemoryPointer:
+        def __init__(self, pointer, size, owner=None):
+            self.device_pointer_value, self.size = pointer, size
+            self.owner = self if owner is None else owner
+            self.context = types.SimpleNamespace(device=types.SimpleNamespace(id=0))
+
+    class DeviceNDArray:
+        def __init__(self, address, shape, strides, dtype, gpu_data):
+            self.address, self.shape, self.strides, self.dtype = address, shape, strides, np.dtype(dtype)
+            self.gpu_data = gpu_data
+
+        @property
+        def __cuda_array_interface__(self):
+            return Interface(self.address, self.shape, self.dtype.str, self.strides).interface
+
+    def as_cuda_array(obj, sync=True):
+        assert not sync
+        interface = obj.__cuda_array_interface__
+        address = interface["data"][0]
+        layout = Layout(0, interface["shape"], interface["strides"], interface["typestr"], 8)
+        pointer = MemoryPointer(address, layout.span[1], owner=obj)
+        return DeviceNDArray(address, layout.shape, layout.strides, layout.dtype, pointer)
+
+    module.devicearray = types.SimpleNamespace(DeviceNDArray=DeviceNDArray)
+    module.as_cuda_array = as_cuda_array
+    module.MemoryPointer = MemoryPointer
+    monkeypatch.setitem(sys.modules, "numba.cuda", module)
+    return module
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    """PyTorch: strided tensors on storages."""
+    module = types.ModuleType("torch")
+    sizes = {"float32": 4, "float64": 8, "bfloat16": 2, "uint8": 1}
+
+    class dtype:
+        def __init__(self, name):
+            self.name, self.size = name, sizes[name]
+
+        def __repr__(self):
+            return f"torch.{self.name}"
+
+    for name in sizes:
+        setattr(module, name, dtype(name))
+
+    class Storage:
+        def __init__(self, pointer, size, keep=None):
+            self.pointer, self.size, self.keep = pointer, size, keep
+
+        data_ptr = lambda self: self.pointer  # noqa: E731
+        nbytes = lambda self: self.size  # noqa: E731
+
+    class Tensor:
+        is_cuda, requires_grad, layout, conj, neg = True, False, "strided", False, False
+
+        def __init__(self, storage, offset, shape, steps, of, device=0):
+            self.storage, self.start, self.shape, self.steps, self.dtype = storage, offset, shape, steps, of
+            self.device = types.SimpleNamespace(index=device)
+
+        untyped_storage = lambda self: self.storage  # noqa: E731
+        storage_offset = lambda self: self.start  # noqa: E731
+        stride = lambda self: self.steps  # noqa: E731
+        element_size = lambda self: self.dtype.size  # noqa: E731
+        is_conj = lambda self: self.conj  # noqa: E731
+        is_neg = lambda self: self.neg  # noqa: E731
+
+        @property
+        def __cuda_array_interface__(self):
+            raise RuntimeError("as PyTorch does for tensors that are on the host or need gradients")
+
+        def __getitem__(self, key):
+            assert key.start is None
+            return Tensor(self.storage, self.start, (key.stop,), self.steps, self.dtype, self.device.index)
+
+        def view(self, of):
+            (length,) = self.shape
+            assert length * self.dtype.size % of.size == 0
+            return Tensor(self.storage, 0, (length * self.dtype.size // of.size,), (1,), of, self.device.index)
+
+    def as_tensor(obj, device):
+        interface = obj.__cuda_array_interface__
+        assert interface["typestr"] == "|u1"
+        storage = Storage(interface["data"][0], interface["shape"][0], keep=obj)
+        return Tensor(storage, 0, interface["shape"], (1,), module.uint8, int(device.partition(":")[2]))
+
+    def as_strided(tensor, shape, steps, offset):
+        return Tensor(tensor.storage, offset, tuple(shape), tuple(steps), tensor.dtype, tensor.device.index)
+
+    module.Tensor, module.Storage, module.strided = Tensor, Storage, "strided"
+    module.as_tensor, module.as_strided = as_tensor, as_strided
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+@pytest.fixture
+def rmm(monkeypatch):
+    """RMM: buffers."""
+    module = types.ModuleType("rmm")
+
+    class DeviceBuffer:
+        def __init__(self, ptr, size):
+            self.ptr = ptr
+            self.size = size
+
+        @property
+        def __cuda_array_interface__(self):
+            return Interface(self.ptr, (self.size,), "|u1").interface
+
+    module.DeviceBuffer = DeviceBuffer
+    monkeypatch.setitem(sys.modules, "rmm", module)
+    return module
+
+
+# -- CuPy ---------------------------------------------------------------------------------------------
+
+
+def check_cupy(cupy, registry):
+    memory = cupy.cuda.UnownedMemory(0x10000, 4096, object(), 1)
+    layouts = [
+        Layout(64, (4, 5), (40, 8), "<f8", 8),
+        Layout(104, (3, 3), (40, 16), "<f8", 8),
+        Layout(184, (4, 5), (-40, 8), "<f8", 8),
+        Layout(8, (), (), "<c8", 8),
+        Layout(0, (0, 3), (24, 8), "<i8", 8),
+    ]
+    target = Memory(device="cuda:1")
+    for layout in layouts:
+        pointer = cupy.cuda.MemoryPointer(memory, layout.offset)
+        array = cupy.ndarray(layout.shape, np.dtype(layout.dtype), pointer, layout.strides)
+        found = registry.describe(array)
+        assert found.identity == ("cuda:1", 0x10000, 4096)
+        assert found.owner is memory
+        assert found.layout == layout
+        assert not found.estimated
+        rebuilt = registry.rebuild(found.recipe, target)
+        again = registry.describe(rebuilt)
+        assert type(rebuilt) is cupy.ndarray
+        assert again.identity == target.identity
+        assert again.layout == layout
+
+
+def test_cupy(cupy, registry):
+    check_cupy(cupy, registry)
+    rebuilt = registry.rebuild(registry.describe(asarray_of(cupy)).recipe, memory := Memory())
+    assert rebuilt.data.mem.owner is memory
+
+
+def test_the_real_cupy(registry):
+    check_cupy(pytest.importorskip("cupy"), registry)
+
+
+def asarray_of(cupy):
+    memory = cupy.cuda.UnownedMemory(0x10000, 64, object(), 0)
+    return cupy.ndarray((8,), "f8", cupy.cuda.MemoryPointer(memory, 0), (8,))
+
+
+# -- Numba --------------------------------------------------------------------------------------------
+
+
+def test_numba(numba, registry):
+    base = numba.MemoryPointer(0x10000, 800)
+    part = numba.MemoryPointer(0x10050, 80, owner=base)
+    whole = numba.devicearray.DeviceNDArray(0x10000, (10, 10), (80, 8), "f8", base)
+    view = numba.devicearray.DeviceNDArray(0x10050, (10,), (8,), "f8", part)
+    found = registry.describe(view)
+    assert found.identity == registry.describe(whole).identity == ("cuda:0", 0x10000, 800)
+    assert found.owner is base
+    assert found.layout == Layout(0x50, (10,), (8,), "<f8", 8)
+    rebuilt = registry.rebuild(found.recipe, memory := Memory(nbytes=800))
+    again = registry.describe(rebuilt)
+    assert (again.identity, again.layout) == (memory.identity, found.layout)
+
+
+def test_numba_arrays_made_from_another_librarys(numba, cupy, registry):
+    """They are on the other library's memory: one allocation, also in the books."""
+    array = asarray_of(cupy)
+    pointer = numba.MemoryPointer(0x10010, 16, owner=array)
+    view = numba.devicearray.DeviceNDArray(0x10010, (2,), (8,), "f8", pointer)
+    assert registry.describe(view).identity == registry.describe(array).identity
+    assert registry.describe(view).layout.offset == 16
+
+
+def test_numbas_simulator_has_no_arrays_on_a_device(monkeypatch, registry):
+    module = types.ModuleType("numba.cuda")
+    module.devicearray = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "numba.cuda", module)
+
+    class FakeCUDAArray:
+        nbytes = 80
+
+    assert registry.describe(FakeCUDAArray()) is None
+    assert estimated_nbytes(FakeCUDAArray()) == 80
+
+
+# -- PyTorch ------------------------------------------------------------------------------------------
+
+
+def test_torch(torch, registry):
+    storage = torch.Storage(0x10000, 4000)
+    tensor = torch.Tensor(storage, 10, (3, 4), (1, 3), torch.bfloat16, device=2)
+    found = registry.describe(tensor)
+    assert found.identity == ("cuda:2", 0x10000, 4000)
+    assert found.owner is storage
+    assert found.layout == Layout(20, (3, 4), (2, 6), "bfloat16", 2)
+    memory = Memory(nbytes=4001, device="cuda:2")  # an odd byte at the end is no element
+    rebuilt = registry.rebuild(found.recipe, memory)
+    assert rebuilt.dtype is torch.bfloat16
+    assert (rebuilt.shape, rebuilt.steps, rebuilt.start, rebuilt.device.index) == ((3, 4), (1, 3), 10, 2)
+    assert rebuilt.storage.pointer == memory.address
+    assert rebuilt.storage.keep.memory is memory
+
+
+@pytest.mark.parametrize(
+    "change", [{"is_cuda": False}, {"requires_grad": True}, {"layout": "sparse"}, {"conj": True}, {"neg": True}]
+)
+def test_torch_tensors_that_are_more_than_memory_are_left_alone(change, torch, registry):
+    tensor = torch.Tensor(torch.Storage(0x10000, 64), 0, (8,), (1,), torch.float64)
+    assert registry.is_on_device(tensor)
+    for name, value in change.items():
+        setattr(tensor, name, value)
+    assert registry.describe(tensor) is None
+    assert not registry.is_on_device(tensor)
+
+
+# -- RMM ----------------------------------------------------------------------------------------------
+
+
+def test_rmm(rmm):
+    registry = ArrayRegistry(pointer_device=lambda address: f"cuda:{address >> 28}")
+    buffer = rmm.DeviceBuffer(0x30000000, 4096)
+    found = registry.describe(buffer)
+    assert found.identity == ("cuda:3", 0x30000000, 4096)
+    assert found.owner is buffer
+    other = rmm.DeviceBuffer(0x20000, 4096)
+    assert registry.rebuild(found.recipe, Memory(owner=other)) is other
+    for memory in (Memory(), Memory(nbytes=8192, owner=rmm.DeviceBuffer(0x20000, 8192))):
+        with pytest.raises(TypeError, match="another object owns"):
+            registry.rebuild(found.recipe, memory)
+
+
+# -- all of them --------------------------------------------------------------------------------------
+
+
+def test_layouts_beyond_the_memory_are_refused(cupy, numba, torch, rmm, registry):
+    recipe = registry.describe(asarray_of(cupy)).recipe
+    for adapter in ("cupy", "numba", "torch", "rmm"):
+        for layout in (Layout(8, (8,), (8,), "<f8", 8), Layout(0, (2,), (-8,), "<f8", 8)):
+            with pytest.raises(ValueError, match="not within"):
+                registry.rebuild(type(recipe)(adapter, layout), Memory(nbytes=64))
+
+
+def test_cuda_arrays_need_cuda_memory(cupy, numba, torch, registry):
+    recipe = registry.describe(asarray_of(cupy)).recipe
+    for adapter in ("cupy", "numba", "torch"):
+        with pytest.raises(TypeError, match="not on a CUDA device"):
+            registry.rebuild(type(recipe)(adapter, recipe.layout), Memory(device="simulated:0"))
+
+
+def test_subclasses_are_not_taken(cupy, registry):
+    """They may carry more than memory and layout; their bytes are estimated."""
+
+    class Special(cupy.ndarray):
+        pass
+
+    array = asarray_of(cupy)
+    special = Special(array.shape, array.dtype, array.data, array.strides)
+    found = registry.describe(special)
+    assert found.estimated
+    assert found.recipe is None
+
+
+def test_libraries_that_nobody_imported_are_not_imported():
+    code = (
+        "import sys; from gpuspill.device.arrays import ArrayRegistry; import numpy;"
+        "r = ArrayRegistry(); [r.describe(v) for v in (1, 'a', object(), numpy.ones(3))];"
+        "bad = {'cupy', 'numba', 'rmm', 'torch', 'gpuspill.simulated', 'dask'} & set(sys.modules);"
+        "sys.exit(f'imported: {bad}' if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# -- types that nobody registered ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("array", "address", "nbytes"),
+    [
+        (Interface(0x1000, (3, 4)), 0x1000, 96),
+        (Interface(0x1000, (3, 4), strides=(64, 8)), 0x1000, 160),
+        (Interface(0x1000, (3, 4), strides=(-32, 8)), 0x1000 - 64, 96),
+        (Interface(0x1000, (1000, 4), "<f4", strides=(0, 4)), 0x1000, 16),
+        (Interface(0x1000, (), "|u1"), 0x1000, 1),
+        (Interface(0, (0, 7)), 0, 0),
+        (Interface(None, (0,)), 0, 0),
+    ],
+)
+def test_they_are_sized_by_their_interface_and_flagged(array, address, nbytes, registry):
+    found = registry.describe(array)
+    assert found.estimated
+    assert found.recipe is None
+    assert found.owner is array
+    assert found.identity == AllocationId("cuda:0", address, nbytes)
+    assert estimated_nbytes(array) == nbytes
+    assert registry.is_on_device(array)
+
+
+class Raises:
+    @property
+    def __cuda_array_interface__(self):
+        raise RuntimeError("not now")
+
+    @property
+    def nbytes(self):
+        raise RuntimeError("not now")
+
+
+class Anything:
+    def __getattr__(self, name):
+        return self
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "text", b"bytes", [1], object(), np.float64(1), Raises(), Anything(), Interface(1, "wrong")]
+)
+def test_what_is_no_array_is_none_and_nothing_raises(value, registry):
+    assert registry.describe(value) is None
+    assert not registry.is_on_device(value)
+
+
+def test_sizes_are_never_guessed():
+    assert estimated_nbytes(np.float64(1)) == 8
+    for value in ([0] * 1000, "text", Raises(), Anything(), object()):
+        assert estimated_nbytes(value) is None
+
+
+# -- arrays on the host -------------------------------------------------------------------------------
+
+
+def test_numpy_views_are_described_by_what_they_keep_alive(registry):
+    base = np.arange(48.0).reshape(6, 8).copy()
+    views = [base, base[1:], base[:, 2:5], base.T, base[::-1, ::2], base.reshape(48)[7:], base[2, 3:4], base.view("i4")]
+    for view in views:
+        found = registry.describe(view)
+        assert found.identity == ("host", base.ctypes.data, 384)
+        assert found.owner is base
+        assert not registry.is_on_device(view)
+        rebuilt = registry.rebuild(found.recipe, bytearray(base.tobytes()))
+        np.testing.assert_array_equal(rebuilt, view)
+        assert rebuilt.strides == view.strides
+        assert rebuilt.dtype == view.dtype
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray, lambda b: memoryview(bytearray(b)), lambda b: memoryview(b)[8:]])
+def test_numpy_arrays_on_buffers_are_described_by_the_buffer(make, registry):
+    buffer = make(bytes(range(80)))
+    array = np.frombuffer(buffer, "f8", offset=8)[1:]
+    found = registry.describe(array)
+    owner = buffer.obj if isinstance(buffer, memoryview) else buffer
+    assert found.owner is owner
+    assert found.identity.nbytes == 80
+    assert found.layout.writeable == (type(owner) is bytearray)
+    rebuilt = registry.rebuild(found.recipe, bytearray(bytes(range(80))))
+    np.testing.assert_array_equal(rebuilt.view("u1"), array.view("u1"))
+    assert rebuilt.flags.writeable == array.flags.writeable
+
+
+def test_copies_from_the_device_are_arrays_on_the_host(registry):
+    array = asnumpy(asarray(np.arange(10.0)))
+    found = registry.describe(array[2:])
+    assert found.identity.nbytes == 80
+    assert found.layout.offset == 16
+
+
+def test_numpy_arrays_that_are_more_than_memory_are_not_described(registry, tmp_path):
+    (tmp_path / "file").write_bytes(bytes(80))
+    with open(tmp_path / "file", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        on_file = np.frombuffer(mapped)
+        for value in (
+            np.array([object()]),
+            np.zeros(2, [("a", int)]),
+            np.ma.masked_array([1, 2], [True, False]),
+            np.memmap(tmp_path / "file", mode="r"),
+            np.asarray(np.memmap(tmp_path / "file", mode="r")),
+            on_file,
+        ):
+            assert registry.describe(value) is None
+        del on_file, value
+
+
+def test_empty_numpy_arrays(registry):
+    for array in (np.empty(0), np.empty((3, 0)), np.arange(10)[5:5], np.frombuffer(b"", "u1")):
+        found = registry.describe(array)
+        rebuilt = registry.rebuild(found.recipe, bytearray(found.identity.nbytes))
+        assert (rebuilt.shape, rebuilt.dtype) == (array.shape, array.dtype)
