@@ -1,0 +1,215 @@
+"""Values to bytes and back through dask's serialisation families."""
+
+from __future__ import annotations
+
+import array
+
+import msgpack
+import numpy as np
+import pandas as pd
+import pytest
+from distributed.protocol import serialize_bytelist
+from distributed.protocol.serialize import Serialize, Serialized, ToPickle, dask_deserialize, dask_serialize
+
+from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
+
+
+def through_disk(value, serializer=None):
+    """Serialise, copy every byte as a store would, deserialise."""
+    serializer = serializer or DaskSerializer()
+    header, frames = serializer.dumps(value)
+    assert isinstance(header, bytes)
+    assert header != FOREIGN_HEADER
+    for frame in frames:
+        assert frame.contiguous
+        assert frame.format == "B"
+        assert frame.ndim == 1
+    copies = [memoryview(bytearray(frame)) for frame in frames]
+    return serializer.loads(header, copies)
+
+
+class Plain:
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return type(other) is type(self) and other.x == self.x
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        1,
+        "text" * 1000,
+        b"bytes",
+        bytearray(b"bytes"),
+        b"",
+        (),
+        [],
+        [1, [2, (3,)]],
+        {"a": 1, 2: {3}},
+        {(1, "a"): 2, None: 3},
+        array.array("d", [1.0, 2.0]),
+        Plain(5),
+        [Plain(1), b"x"],
+        memoryview(b"abc"),
+    ],
+    ids=repr,
+)
+def test_plain_values(value):
+    got = through_disk(value)
+    assert type(got) is type(value)
+    assert got == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(10),
+        np.arange(12).reshape(3, 4),
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.arange(20)[::2],
+        np.arange(24).reshape(4, 6)[::2, ::3],
+        np.broadcast_to(np.arange(4), (3, 4)),
+        np.array([], dtype="f4"),
+        np.array(5),
+        np.array(["a", None, 3], dtype=object),
+        np.array([("x", 1)], dtype=[("a", "U3"), ("b", "i8")]),
+        np.array(["2020-01-01"], dtype="M8[ns]"),
+        np.zeros((0, 5)),
+    ],
+    ids=lambda v: f"{v.dtype}{v.shape}",
+)
+def test_arrays(value):
+    got = through_disk(value)
+    np.testing.assert_array_equal(got, value)
+    assert got.dtype == value.dtype
+    assert got.flags.writeable == value.flags.writeable
+    assert got.flags.f_contiguous == value.flags.f_contiguous or not value.flags.contiguous
+
+
+def test_read_only_array_stays_read_only():
+    value = np.arange(10)
+    value.flags.writeable = False
+    assert not through_disk(value).flags.writeable
+
+
+def test_restored_array_can_be_written_to():
+    got = through_disk(np.zeros(10))
+    got[0] = 1
+    assert got[0] == 1
+
+
+def test_frames():
+    frame = pd.DataFrame({"a": np.arange(5), "b": list("abcde"), "c": pd.Categorical(list("xxyyx"))}, index=list("vwxyz"))
+    pd.testing.assert_frame_equal(through_disk(frame), frame)
+    pd.testing.assert_series_equal(through_disk(frame.a), frame.a)
+
+
+def test_collections_of_arrays():
+    value = {"a": [np.arange(5), (np.ones(3), "x")], "b": {1, 2}}
+    got = through_disk(value)
+    np.testing.assert_array_equal(got["a"][0], np.arange(5))
+    assert type(got["a"][1]) is tuple
+    assert got["b"] == {1, 2}
+
+
+def test_frames_alias_the_value():
+    value = np.zeros(100_000)
+    _, frames = DaskSerializer().dumps(value)
+    value[:] = 1
+    assert sum(frame.nbytes for frame in frames) == value.nbytes
+    assert bytes(frames[0]) == value.tobytes()
+
+
+def test_loading_does_not_copy():
+    serializer = DaskSerializer()
+    header, frames = serializer.dumps(np.zeros(100_000))
+    buffer = bytearray(frames[0])
+    value = serializer.loads(header, [memoryview(buffer)])
+    value[0] = 7
+    assert np.frombuffer(buffer)[0] == 7
+
+
+def test_a_header_can_be_used_again():
+    serializer = DaskSerializer()
+    header, frames = serializer.dumps({"a": np.arange(3), "b": np.arange(4)})
+    for _ in range(2):
+        got = serializer.loads(header, [memoryview(bytearray(f)) for f in frames])
+        assert sorted(got) == ["a", "b"]
+
+
+@pytest.mark.parametrize("wrapper", [Serialize, ToPickle])
+def test_dasks_own_wrappers_stay_wrapped(wrapper):
+    """Dask would unwrap them on the way."""
+    got = through_disk(wrapper([1, 2]))
+    assert type(got) is wrapper
+    assert got.data == [1, 2]
+
+
+def test_serialized_values_stay_serialized():
+    got = through_disk(Serialized({"serializer": "pickle"}, [b"abc"]))
+    assert type(got) is Serialized
+    assert got.frames == [b"abc"]
+
+
+def test_a_type_with_its_own_way():
+    class Registered:
+        def __init__(self, data):
+            self.data = data
+
+        def __reduce__(self):
+            raise AssertionError("was pickled")
+
+    @dask_serialize.register(Registered)
+    def _(value):
+        return {"n": len(value.data)}, [value.data]
+
+    @dask_deserialize.register(Registered)
+    def _(header, frames):
+        assert header["n"] == frames[0].nbytes
+        return Registered(bytes(frames[0]))
+
+    assert through_disk(Registered(b"abc")).data == b"abc"
+
+
+def test_frames_with_gaps():
+    class Strided:
+        pass
+
+    @dask_serialize.register(Strided)
+    def _(value):
+        return {}, [memoryview(bytes(range(10)))[::2], memoryview(np.asfortranarray(np.arange(6, dtype="i8").reshape(2, 3)))]
+
+    header, frames = DaskSerializer().dumps(Strided())
+    assert bytes(frames[0]) == bytes(range(0, 10, 2))
+    assert frames[1].nbytes == 48
+    assert header
+
+
+def test_what_cannot_be_serialised_raises():
+    class No:
+        def __reduce__(self):
+            raise ZeroDivisionError("no")
+
+    with pytest.raises(TypeError, match="No"):
+        DaskSerializer().dumps(No())
+
+
+def test_families_can_be_chosen():
+    header, _ = DaskSerializer(["pickle"]).dumps(np.ones(3))
+    assert msgpack.unpackb(header)["serializer"] == "pickle"
+    header, _ = DaskSerializer().dumps(np.ones(3))
+    assert msgpack.unpackb(header)["serializer"] == "dask"
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_what_spill_buffer_wrote(compression):
+    value = {"a": np.zeros(100_000), "b": "text"}
+    blob = bytearray(b"".join(map(bytes, serialize_bytelist(value, compression=compression, on_error="raise"))))
+    got = DaskSerializer().loads(FOREIGN_HEADER, [memoryview(blob)])
+    np.testing.assert_array_equal(got["a"], value["a"])
+    assert got["b"] == "text"
