@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +23,7 @@ from gpuspill.storage.wrappers import WrapperStore
 __all__ = ["AdoptingStore", "ForeignReceipt"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class ForeignReceipt(Receipt):
     """The handle of a file that somebody else wrote.
 
@@ -35,8 +35,8 @@ class ForeignReceipt(Receipt):
         Mapping of keys to the bytes in the file.
     """
 
-    key: Hashable
-    files: MutableMapping[Any, Any]
+    key: Hashable = field(compare=False)
+    files: MutableMapping[Any, Any] = field(compare=False)
 
 
 class AdoptingStore(WrapperStore):
@@ -55,11 +55,14 @@ class AdoptingStore(WrapperStore):
         self._metrics = metrics
         self._lock = threading.Lock()
         self._foreign: set[ForeignReceipt] = set()
+        self._adopted = 0
 
     def adopt(self, files: MutableMapping[Any, Any], key: Hashable, nbytes: int) -> ForeignReceipt:
         """Return a receipt for the file of `key`, which takes `nbytes` bytes on disk. No I/O."""
-        receipt = ForeignReceipt(0, nbytes, nbytes, nbytes, 0, key, files)
         with self._lock:
+            self._adopted += 1
+            # The store below counts its records from 1 upwards.
+            receipt = ForeignReceipt(-self._adopted, nbytes, nbytes, nbytes, 0, key=key, files=files)
             self._foreign.add(receipt)
         return receipt
 
