@@ -356,6 +356,13 @@ class ProxifyManager:
             entries = [self._restorer.entry(key, pid) for key, pid in admission.pids.items()]
             return sum(entry.nbytes for entry in entries if entry.residency.state is State.SPILLED)
 
+    def decode(self, encoded: Encoded) -> Future[Any]:
+        """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""
+        result: Future[Any] = Future()
+        if not self._engine.submit(partial(self._restorer.decode, encoded, result)):
+            result.set_exception(ManagerClosed("the store was closed"))
+        return result
+
     def kind_of(self, key: Hashable) -> type | None:
         """Type of the value of `key`, if it was in memory once. KeyError if the key is unknown."""
         with self._metadata:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -261,6 +262,14 @@ class Restorer:
         future.set_result(value)
         if self._observer is not None:
             self._observer("deserialize", seconds, "seconds")
+
+    def decode(self, encoded: Encoded, result: Future[Any]) -> None:
+        """Deliver in `result` the value that some bytes stand for. Blocks; never raises an Exception."""
+        try:
+            result.set_result(self._serializer.loads(encoded.header, [memoryview(frame) for frame in encoded.frames]))
+        except Exception as error:
+            with suppress(InvalidStateError):  # cancelled
+                result.set_exception(error)
 
     def export(self, key: Hashable, pid: int) -> Encoded | Any:
         """Return what to send to somebody else: the value if it is in memory, else its record as it is. Blocks.

@@ -27,6 +27,7 @@ from gpuspill.distributed.jobs import Job, OutputSizes
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.memory import MemoryFollower
 from gpuspill.distributed.metrics import heartbeat
+from gpuspill.distributed.wire import Window
 from gpuspill.distributed.worker import spilling_class
 from gpuspill.errors import ConfigError, DataLostError
 from gpuspill.storage.directory import sweep_leftovers
@@ -34,6 +35,10 @@ from gpuspill.storage.directory import sweep_leftovers
 __all__ = ["Attachment", "attach", "data"]
 
 logger = logging.getLogger("gpuspill")
+
+#: Bytes that may be read from disk for sending and not be written to the network yet: enough for one request of the
+#: size that distributed asks for (``distributed.worker.transfer.message-bytes-limit``, 50 MB).
+SENDING_NBYTES = 64 * 2**20
 
 #: Settings that are built into a store; the others can be changed later.
 _FIXED = (
@@ -65,15 +70,20 @@ class Attachment:
         As given.
     sizes
         What the worker's tasks return, by prefix of their keys.
+    window
+        Bounds what is read from disk for sending.
 
-    Notes ----- Used on the event loop. While everything is in memory and memory is at most half full it costs a
-    comparison or two.
+    Notes
+    -----
+    Used on the event loop. While everything is in memory and memory is at most half full it costs a comparison or
+    two.
     """
 
     def __init__(self, worker: Any, store: SpillStore, settings: Settings) -> None:
         self._worker = worker
         self.store = store
         self.sizes = OutputSizes()
+        self.window = Window(SENDING_NBYTES)
         self._threads = max(1, worker.state.nthreads)
         self._loop = IOLoop.current()
         self.thresholds = internals.thresholds(worker, settings)

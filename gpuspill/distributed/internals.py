@@ -307,6 +307,8 @@ _CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "get_data": ((None, None, []), {"who": None, "serializers": None}),
     "gather_dep": ((None, "", [], 0), {"stimulus_id": ""}),
     "_get_client": ((None,), {"timeout": None}),
+    "update_data": ((None, {}), {"stimulus_id": None}),
+    "_update_metrics_received_data": ((None, 0.0, 0.0, {}, None, ""), {}),
     "close": ((None,), {}),
 }
 

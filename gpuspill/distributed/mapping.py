@@ -30,6 +30,7 @@ from gpuspill.core.residency import Tier
 from gpuspill.distributed.adopt import AdoptingStore
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.views import LostValue
+from gpuspill.distributed.wire import Wire
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 from gpuspill.snapshot import Statistics
@@ -79,10 +80,12 @@ class SpillStore(MutableMapping[Hashable, object]):
     on_lost
         Called with the error when a read by key finds that a value is lost, in the reading thread.
 
-    Notes ----- Thread-safe. Setting, deleting, membership, length and iteration never do I/O and never wait for
-    it. Deleting raises nothing but KeyError and reads nothing. Reading a spilled value blocks the calling
-    thread; on the event loop's thread it is counted (:attr:`~gpuspill.snapshot.Statistics.loop_io`) and
-    warned about; use :meth:`async_get` there.
+    Notes
+    -----
+    Thread-safe. Setting, deleting, membership, length and iteration never do I/O and never wait for it. Deleting
+    raises nothing but KeyError and reads nothing. Reading a spilled value blocks the calling thread; on the event
+    loop's thread it is counted (:attr:`~gpuspill.snapshot.Statistics.loop_io`) and warned about; use
+    :meth:`async_get` there.
 
     It defines neither ``fast`` nor ``evict()``, by which distributed's memory monitor would spill on the event
     loop; it is told of the process's memory through :meth:`set_offset` instead.
@@ -111,6 +114,9 @@ class SpillStore(MutableMapping[Hashable, object]):
     # ---------------------------------------------------------------------------------------------------------------
 
     def __setitem__(self, key: Hashable, value: object) -> None:
+        if isinstance(value, Wire):
+            self.manager.store_encoded(key, value.encoded)
+            return
         if isinstance(value, LostValue):
             self.has_lost_values = True
         nbytes = None if self.nbytes_of is None else self.nbytes_of(key)
@@ -271,9 +277,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.pool.close()
 
 
-def _copy_outcome(
-    source: Future[dict[Hashable, Any]], target: asyncio.Future[dict[Hashable, Any]]
-) -> None:
+def _copy_outcome(source: Future[dict[Hashable, Any]], target: asyncio.Future[dict[Hashable, Any]]) -> None:
     error = source.exception() or _lost(source.result())
     if error is not None:
         target.set_exception(error)

@@ -110,10 +110,12 @@ class MemoryFollower:
     clock
         Seconds; for tests.
 
-    Notes ----- :meth:`update` is to be called regularly on one thread; it takes microseconds. When much was
-    evicted and the process is still too large, memory that was freed may not have gone back to the system:
-    allocators keep fragments. Then the allocators are asked to return it, and if that was not enough, the
-    garbage collector runs, both on another thread and both rarely.
+    Notes
+    -----
+    :meth:`update` is to be called regularly on one thread; it takes microseconds. When much was evicted and the
+    process is still too large, memory that was freed may not have gone back to the system: allocators keep fragments.
+    Then the allocators are asked to return it, and if that was not enough, the garbage collector runs, both on
+    another thread and both rarely.
     """
 
     #: Evicted bytes that the process must have failed to shrink by before allocators are asked; asking is not free.

@@ -27,9 +27,11 @@ class SpillPlugin(WorkerPlugin):
     ConfigError
         An option cannot be used.
 
-    Notes ----- Workers may have data, in memory and spilled: it is taken over without being read. Registering
-    it again changes the options. Unregistering it changes nothing for workers that have it: there is no way
-    back while values are on disk.
+    Notes
+    -----
+    Workers may have data, in memory and spilled: it is taken over without being read. Registering it again changes
+    the options. Unregistering it changes nothing for workers that have it: there is no way back while values are on
+    disk.
     """
 
     name = "gpuspill"

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar, copy_context
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import time
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +36,7 @@ from distributed.core import context_meter_to_server_digest
 from distributed.utils import _offload_executor
 from distributed.utils_comm import unpack_remotedata
 
-from gpuspill.core.budget import Kind
 from gpuspill.distributed.internals import (
-    forget_lost,
     inputs_of,
     is_busy,
     lost_input,
@@ -47,11 +45,12 @@ from gpuspill.distributed.internals import (
     speaks_gpuspill,
 )
 from gpuspill.distributed.jobs import Job, granted
+from gpuspill.distributed.sending import Parcel, pack
 from gpuspill.distributed.views import LostValue, Poison, ResidentView, View
+from gpuspill.distributed.wire import Form, Wire, real_type
 from gpuspill.errors import DataLostError
 
 if TYPE_CHECKING:
-    from gpuspill.admission import Admission
     from gpuspill.distributed.attachment import Attachment
 
 __all__ = ["Nanny", "Unproxied", "Worker", "spilling_class"]
@@ -106,7 +105,7 @@ def spilling_class(base: Any) -> Any:
                 return event
             finally:
                 if stored:
-                    _after_storing(job.admission)
+                    _after_storing(job.admission.release)
                 else:
                     job.abandon()
 
@@ -123,16 +122,15 @@ def spilling_class(base: Any) -> Any:
             # Counted as outgoing while values are read, so that a worker that is busy reading is busy for others too.
             self.transfer_outgoing_count += 1
             try:
-                pins, values = await _stage(self, keys, _substitute_for(comm, who))
+                parcel = await _pack(self, comm, keys, who, _form_for(comm, serializers))
             finally:
                 self.transfer_outgoing_count -= 1
-            token = _VIEW.set(View(attachment.store, values))
+            token = _VIEW.set(View(attachment.store, parcel.values))
             try:
-                del values
                 return await super().get_data(comm, keys, who=who, serializers=serializers)
             finally:
                 _VIEW.reset(token)
-                pins.release()  # written
+                parcel.release()  # written
 
         async def gather_dep(
             self, worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
@@ -142,13 +140,36 @@ def spilling_class(base: Any) -> Any:
             if attachment is not None:
                 tasks = self.state.tasks
                 admission = attachment.expect({k: tasks[k].get_nbytes() for k in to_gather if k in tasks})
-            if admission is None:
-                return await super().gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
             try:
-                await granted(admission)
-                return await super().gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+                if admission is not None:
+                    await granted(admission)
+                event = await super().gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+                if attachment is not None and isinstance(event, wsm.GatherDepSuccessEvent):
+                    names = _type_names(event.data)
+                    if names:
+                        await _decode_resumed(self, event.data)
+                        _after_storing(partial(_name_types, self, names))
+                return event
             finally:
-                _after_storing(admission)
+                if admission is not None:
+                    _after_storing(admission.release)
+
+        def update_data(self, data: dict[Any, Any], stimulus_id: str | None = None) -> Any:
+            answer = super().update_data(data, stimulus_id=stimulus_id)
+            _name_types(self, _type_names(data))
+            return answer
+
+        def _update_metrics_received_data(
+            self, start: float, stop: float, data: dict[Any, Any], cause: Any, worker: str
+        ) -> None:
+            super()._update_metrics_received_data(start, stop, data, cause, worker)
+            if Wire in self.bandwidth_types:
+                rate, count = self.bandwidth_types.pop(Wire)
+                names = set(_type_names(data).values())
+                if len(names) == 1:
+                    kind = real_type(names.pop())
+                    known_rate, known_count = self.bandwidth_types[kind]
+                    self.bandwidth_types[kind] = (known_rate + rate, known_count + count)
 
         def _get_client(self, timeout: float | None = None) -> Any:
             client = super()._get_client(timeout=timeout)
@@ -180,13 +201,14 @@ def _learn(attachment: Attachment, ts: Any, event: Any) -> None:
         attachment.sizes.learn(ts.prefix, event.nbytes)
 
 
-def _after_storing(admission: Admission) -> None:
-    """Release an admission once the state machine has stored what the caller returns.
+def _after_storing(action: Callable[[], object]) -> None:
+    """Do something once the state machine has stored what the caller returns.
 
-    A callback that is scheduled when the caller's asyncio task ends stores it; the promise has to last until then.
+    A callback that is scheduled when the caller's asyncio task ends stores it; a promise of room has to last until
+    then.
     """
     loop = asyncio.get_running_loop()
-    loop.call_soon(loop.call_soon, admission.release)
+    loop.call_soon(loop.call_soon, action)
 
 
 # -- a task's inputs -----------------------------------------------------------------------------
@@ -299,32 +321,17 @@ def _prepares_inputs(executor: Any) -> bool:
 
 
 @context_meter_to_server_digest("get-data")
-async def _stage(worker: Any, keys: Collection[Any], substitute: Any) -> tuple[Admission, dict[Any, Any]]:
-    """Pin what is there of `keys` and bring it into memory, without holding the loop.
+async def _pack(worker: Any, comm: Any, keys: Collection[Any], who: str | None, form: Form) -> Parcel:
+    return await pack(worker, worker._gpuspill, keys, form, _substitute_for(comm, who))
 
-    A key that is lost is left out, and the scheduler has been told when this returns. If nothing can recompute it and
-    there is a `substitute`, the receiver gets that in its place.
-    """
-    store, manager = worker._gpuspill.store, worker._gpuspill.store.manager
-    lost: dict[Any, Any] = {}
-    while True:
-        pins = manager.admit(None, [k for k in keys if k in store and k not in lost], kind=Kind.TRANSFER)
-        source = manager.materialize_later(pins)
-        try:
-            values = source.result() if source.done() else await asyncio.wrap_future(source)
-            return pins, {**values, **lost}
-        except DataLostError as error:
-            pins.release()
-            if await recover(worker, error.key):
-                continue
-            if substitute is not None:
-                lost[error.key] = substitute(error)
-            else:
-                forget_lost(worker, error.key)
-        except BaseException:
-            source.cancel()
-            pins.release()
-            raise
+
+def _form_for(comm: Any, serializers: Collection[str] | None) -> Form:
+    """Choose what a peer gets for a value that is on disk."""
+    if serializers is not None:
+        return "value"
+    if speaks_gpuspill(comm):
+        return "wire"
+    return "value" if str(comm.peer_address).startswith("inproc://") else "serialized"
 
 
 def _substitute_for(comm: Any, who: str | None) -> Any:
@@ -333,6 +340,32 @@ def _substitute_for(comm: Any, who: str | None) -> Any:
         return LostValue if speaks_gpuspill(comm) else None
     # A client that gets an answer without its key asks again; one in this process does not unpickle.
     return None if str(comm.peer_address).startswith("inproc://") else Poison
+
+
+# -- receiving -----------------------------------------------------------------------------------
+
+
+async def _decode_resumed(worker: Any, data: dict[Any, Any]) -> None:
+    """Decode what arrived for tasks that were to be computed here meanwhile.
+
+    Their type goes to the scheduler as soon as they are stored.
+    """
+    for key, value in data.items():
+        ts = worker.state.tasks.get(key)
+        if isinstance(value, Wire) and ts is not None and ts.state == "resumed":
+            data[key] = await asyncio.wrap_future(worker._gpuspill.store.manager.decode(value.encoded))
+
+
+def _name_types(worker: Any, names: Mapping[Any, str]) -> None:
+    """Replace what distributed took for the type of values that arrived as bytes."""
+    for key, name in names.items():
+        ts = worker.state.tasks.get(key)
+        if ts is not None and ts.type is Wire:
+            ts.type = real_type(name)
+
+
+def _type_names(data: Mapping[Any, Any]) -> dict[Any, str]:
+    return {key: value.type_name for key, value in data.items() if isinstance(value, Wire)}
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,162 @@
+"""Spilled values on their way to others: as they are.
+
+A value on disk is sent without being decoded and without coming back into memory. What the other side gets depends on
+what it can do with it:
+
+* A worker with gpuspill says so when it connects. It gets a :class:`Wire`, which stays bytes on arrival: its store
+  keeps the bytes until a task needs the value.
+* Everybody else gets distributed's own ``Serialized``, which is on the network what the value itself would have been.
+  They need not know gpuspill.
+* Peers in the same process, and those that restrict how values are serialised, get the value.
+
+Bytes read for sending are in memory until they are written to the network. They are bounded by a :class:`Window`, not
+by the store's budget: making room for them there would evict what tasks need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgpack
+from dask.sizeof import sizeof
+from dask.utils import typename
+from distributed.protocol.serialize import Serialized as DaskSerialized
+from distributed.protocol.serialize import dask_deserialize, dask_serialize
+
+from gpuspill.distributed.serialization import FOREIGN_HEADER
+from gpuspill.serialization import Encoded
+from gpuspill.storage.base import Buffer
+
+__all__ = ["Form", "Window", "Wire", "real_type", "wrap"]
+
+#: Version of what a :class:`Wire` looks like on the network.
+_VERSION = 1
+
+Form: TypeAlias = Literal["wire", "serialized", "value"]
+
+
+class Wire:
+    """A value as bytes between two workers that both have gpuspill.
+
+    Parameters
+    ----------
+    encoded
+        The value.
+    type_name
+        Module and qualified name of its type, as far as the sender knows.
+    """
+
+    __slots__ = ("__weakref__", "encoded", "type_name")
+
+    def __init__(self, encoded: Encoded, type_name: str) -> None:
+        self.encoded = encoded
+        self.type_name = type_name
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name} of {self.encoded.nbytes} bytes, not decoded>"
+
+
+@sizeof.register(Wire)  # type: ignore[no-untyped-call,untyped-decorator]
+def _sizeof_wire(wire: Wire) -> int:
+    return wire.encoded.nbytes
+
+
+@dask_serialize.register(Wire)  # type: ignore[no-untyped-call,untyped-decorator]
+def _serialize_wire(wire: Wire) -> tuple[dict[str, Any], list[Buffer]]:
+    encoded = wire.encoded
+    # The value's own header travels as one opaque piece: distributed reads and changes keys of the headers that it
+    # sees.
+    header = {"version": _VERSION, "value": encoded.header, "nbytes": encoded.nbytes, "type-name": wire.type_name}
+    return header, list(encoded.frames)
+
+
+@dask_deserialize.register(Wire)  # type: ignore[no-untyped-call,untyped-decorator]
+def _deserialize_wire(header: Mapping[str, Any], frames: Sequence[Buffer]) -> Wire:
+    if header["version"] != _VERSION:
+        raise ValueError(
+            f"received a spilled value in version {header['version']} of gpuspill's form, here it is {_VERSION}; "
+            "use the same release of gpuspill on all workers"
+        )
+    return Wire(Encoded(header["value"], list(frames), header["nbytes"]), header["type-name"])
+
+
+def wrap(encoded: Encoded, form: Form, kind: type | None) -> Any:
+    """Return what stands for a value in a message."""
+    if form == "wire":
+        return Wire(encoded, "object" if kind is None else typename(kind))
+    assert encoded.header != FOREIGN_HEADER
+    # A new header for each message: distributed notes in it how it splits and compresses the frames.
+    header = msgpack.unpackb(encoded.header, raw=False, use_list=False, strict_map_key=False)
+    return DaskSerialized(header, list(encoded.frames))  # type: ignore[no-untyped-call]
+
+
+def real_type(type_name: str) -> type:
+    """Return the type that a name stands for, or a stand-in of the same name if its module is not loaded here.
+
+    Nothing is imported: this runs on the event loop, and a value that is only passed on should not cost an import.
+    """
+    module_name, _, name = type_name.rpartition(".")
+    found = getattr(sys.modules.get(module_name or "builtins"), name, None)
+    if isinstance(found, type):
+        return found
+    return type(name, (), {"__module__": module_name or "builtins", "__doc__": "Stands for a type that is not loaded."})
+
+
+class Window:
+    """Bounds the bytes that are read for sending and not written yet. Used on one event loop.
+
+    Parameters
+    ----------
+    limit
+        Bytes. A value that is larger goes alone.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def used(self) -> int:
+        """Bytes under way."""
+        return self._used
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._used == 0 or self._used + nbytes <= self._limit
+
+    async def take(self, nbytes: int) -> None:
+        """Wait, first come first served, until `nbytes` may be read. Cancelling it leaves the line."""
+        if not self._line and self._fits(nbytes):
+            self._used += nbytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((nbytes, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(nbytes)  # it was our turn in the very moment
+            else:
+                self._advance()
+            raise
+
+    def give_back(self, nbytes: int) -> None:
+        """`nbytes` have been written or given up."""
+        self._used -= nbytes
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._line:
+            nbytes, turn = self._line[0]
+            if turn.done():  # cancelled
+                self._line.popleft()
+            elif self._fits(nbytes):
+                self._line.popleft()
+                self._used += nbytes
+                turn.set_result(None)
+            else:
+                return
