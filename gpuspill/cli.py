@@ -212,12 +212,13 @@ def _finish(result: Result, json_path: Path | None) -> None:
     show_default=True,
     help="What to run, in this order: stock, gpuspill, nospill.",
 )
+@click.option("--jobs", default="flights,array", show_default=True, help="Which jobs: flights, array.")
 @click.option("--quick", is_flag=True, help="Use very little data: to see that it works, not how well.")
-def demo(arms: str, quick: bool) -> None:
+def demo(arms: str, jobs: str, quick: bool) -> None:
     """Run real jobs on a cluster smaller than their data, beside stock spilling."""
     from gpuspill.demo.run import FULL, QUICK, demonstrate
 
-    outcomes = demonstrate(_console(), QUICK if quick else FULL, arms)
+    outcomes = demonstrate(_console(), QUICK if quick else FULL, arms, jobs)
     # What stock spilling does not manage in the time it is given is a finding, not a failure of this command.
     if any(outcome.wrong or (outcome.error and outcome.arm != "stock") for outcome in outcomes):
         raise SystemExit(1)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, cast
 
+from distributed.spill import SpillBuffer
+
 __all__ = ["DelayedFiles", "delay_files"]
 
 
@@ -33,7 +35,7 @@ class DelayedFiles(MutableMapping[str, Any]):
         self._sleep = sleep
 
     def __getitem__(self, key: str) -> Any:
-        self._sleep(self._seconds)
+        self._wait_for(key)
         return self._files[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -41,8 +43,13 @@ class DelayedFiles(MutableMapping[str, Any]):
         self._files[key] = value
 
     def __delitem__(self, key: str) -> None:
-        self._sleep(self._seconds)
+        self._wait_for(key)
         del self._files[key]
+
+    def _wait_for(self, key: str) -> None:
+        # A SpillBuffer tries to delete every new key first; where there is no file there is nothing slow.
+        if key in self._files:
+            self._sleep(self._seconds)
 
     # Questions that the real mapping answers without touching a file are not slowed.
     def __contains__(self, key: object) -> bool:
@@ -56,9 +63,9 @@ class DelayedFiles(MutableMapping[str, Any]):
 
 
 def delay_files(data: MutableMapping[Any, Any], seconds: float) -> None:
-    """Slow down every file operation of a worker's store, in place.
+    """Slow down every file operation of a ``SpillBuffer``, in place.
 
-    A store without files (a ``dict``) is left alone.
+    Other stores are left alone: a ``dict`` has no files, and gpuspill's has a setting (``storage-delay``).
 
     Parameters
     ----------
@@ -67,7 +74,7 @@ def delay_files(data: MutableMapping[Any, Any], seconds: float) -> None:
     seconds
         The wait added to each read, write and deletion.
     """
-    if hasattr(data, "cumulative_metrics") and hasattr(data, "slow"):
-        # SpillBuffer -> its cache of values still alive -> the serialising layer -> zict.File
+    if isinstance(data, SpillBuffer):
+        # Its cache of values that are still alive -> the serialising layer -> zict.File
         slow = cast("Any", data).slow.data
         slow.d = DelayedFiles(slow.d, seconds)

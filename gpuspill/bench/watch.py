@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from distributed import Client, Worker, WorkerPlugin
+from distributed.spill import SpillBuffer
 
 from gpuspill.bench.probes import (
     FileTraffic,
@@ -74,15 +75,15 @@ def store_counters(data: MutableMapping[Any, Any]) -> StoreCounters:
     """
     if callable(statistics := getattr(data, "statistics", None)):
         return _from_statistics(statistics())
-    metrics = getattr(data, "cumulative_metrics", None)
-    if metrics is None:
+    if not isinstance(data, SpillBuffer):
         return StoreCounters()
-    writes, reads = int(metrics["disk-write", "count"]), int(metrics["disk-read", "count"])
+    metrics = data.cumulative_metrics
+    writes, reads = (int(metrics.get((label, "count"), 0)) for label in ("disk-write", "disk-read"))
     return StoreCounters(
-        host_bytes=int(cast("Any", data).fast.total_weight),
-        disk_bytes=int(cast("Any", data).spilled_total.disk),
-        written_bytes=int(metrics["disk-write", "bytes"]),
-        read_bytes=int(metrics["disk-read", "bytes"]),
+        host_bytes=int(data.fast.total_weight),
+        disk_bytes=int(data.spilled_total.disk),
+        written_bytes=int(metrics.get(("disk-write", "bytes"), 0)),
+        read_bytes=int(metrics.get(("disk-read", "bytes"), 0)),
         writes=writes,
         reads=reads,
         # distributed reads and writes its store on the event loop only, so that every operation is

@@ -205,8 +205,7 @@ class FlightsJob(Job):
 
 
 def _sums(grouped: pd.api.typing.DataFrameGroupBy, columns: list[str]) -> pd.DataFrame:
-    counts = grouped[columns].count().add_suffix("_count")
-    return pd.concat([grouped[columns].sum(), counts], axis="columns")
+    return grouped[columns].sum().join(grouped[columns].count().add_suffix("_count"))
 
 
 def _total(pieces: list[pd.DataFrame]) -> pd.DataFrame:

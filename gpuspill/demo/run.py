@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from gpuspill.demo.arrays import ArrayJob
 from gpuspill.demo.flights import FlightsJob
 from gpuspill.demo.jobs import Answers, Deadline, Job, differences
 from gpuspill.demo.view import ClusterView
+from gpuspill.errors import ConfigError
 
-__all__ = ["FULL", "QUICK", "Outcome", "Size", "demonstrate"]
+__all__ = ["FULL", "QUICK", "Outcome", "Size", "demonstrate", "make_jobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ QUICK = Size(
     block=512,
     timeout=120.0,
     # Room for a few megabytes of values, so that even this little has to be spilled.
-    config=_SMALL_SHUFFLE | {"distributed.worker.memory.target": 0.004},
+    config=_SMALL_SHUFFLE | {"distributed.worker.memory.target": 0.003},
 )
 """Seconds instead of minutes, to see that everything works."""
 
@@ -116,8 +117,31 @@ class Outcome:
         return not self.wrong and not self.error
 
 
-def demonstrate(console: Console, size: Size = FULL, arms: str = "gpuspill,stock") -> list[Outcome]:
-    """Run all jobs on all arms and show it.
+def make_jobs(names: str, size: Size, directory: Path) -> list[Job]:
+    """Make jobs from names separated by commas.
+
+    Raises
+    ------
+    ConfigError
+        If a name is unknown, none is given, or the data package is missing.
+    """
+    makers: Mapping[str, Callable[[], Job]] = {
+        FlightsJob.name: lambda: FlightsJob(directory, size.copies, size.parts, size.rows),
+        ArrayJob.name: lambda: ArrayJob(size.blocks, size.block),
+    }
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    for name in listed:
+        if name not in makers:
+            raise ConfigError(f"jobs: {name!r} is unknown; choose among {', '.join(makers)}")
+    if not listed:
+        raise ConfigError(f"jobs: none given; choose among {', '.join(makers)}")
+    return [makers[name]() for name in dict.fromkeys(listed)]
+
+
+def demonstrate(
+    console: Console, size: Size = FULL, arms: str = "gpuspill,stock", jobs: str = "flights,array"
+) -> list[Outcome]:
+    """Run jobs on arms and show it.
 
     Parameters
     ----------
@@ -125,8 +149,8 @@ def demonstrate(console: Console, size: Size = FULL, arms: str = "gpuspill,stock
         Where to show it; redrawn live if it is a terminal.
     size
         How large.
-    arms
-        Names of the arms, separated by commas.
+    arms, jobs
+        Names, separated by commas.
 
     Returns
     -------
@@ -136,17 +160,13 @@ def demonstrate(console: Console, size: Size = FULL, arms: str = "gpuspill,stock
     Raises
     ------
     ConfigError
-        If the data package is missing or an arm unknown.
+        If the data package is missing, or an arm or a job unknown.
     """
     chosen = parse_arms(arms)
     started = time.monotonic()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="gpuspill-demo-") as directory:
-        jobs: list[Job] = [
-            FlightsJob(Path(directory), size.copies, size.parts, size.rows),
-            ArrayJob(size.blocks, size.block),
-        ]
-        for job in jobs:
+        for job in make_jobs(jobs, size, Path(directory)):
             console.print(
                 f"[bold]{job.title}[/]: {format_bytes(job.nbytes)} of data; "
                 f"2 workers of {format_bytes(size.limit)} each",

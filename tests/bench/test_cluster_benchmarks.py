@@ -1,0 +1,138 @@
+"""The benchmarks that start clusters, with very little data: what they report, never how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import dask
+import pytest
+from distributed import Worker
+
+from gpuspill.bench.arms import ARMS, ClusterShape, open_cluster
+from gpuspill.bench.persist_sum import ROWS, PersistSum, benchmark
+from gpuspill.bench.tiny import Tiny
+from gpuspill.bench.tiny import benchmark as tiny_benchmark
+from gpuspill.errors import ConfigError
+
+MIB = 2**20
+
+
+@pytest.fixture
+def little_room() -> Iterator[None]:
+    """Room for ten megabytes of values, whatever the process itself needs."""
+    with dask.config.set({"distributed.worker.memory.target": 0.01}):
+        yield
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("compressible", [False, True])
+def test_persist_sum_on_all_arms(compressible: bool) -> None:
+    job = PersistSum(limit=1024 * MIB, ratio=1 / 16, chunk=2 * MIB, compressible=compressible)
+    result = benchmark(job, "stock,gpuspill,nospill", 1)
+    assert result.correct, [sample.error for sample in result.samples]
+    assert result.parameters["nbytes"] == job.nbytes == 64 * MIB
+    stock, gpuspill, nospill = result.samples
+    assert [sample.arm for sample in result.samples] == ["stock", "gpuspill", "nospill"]
+    for sample in result.samples:
+        assert {row.metric for row in ROWS} <= set(sample.metrics)
+        assert sample.figure("wall") == pytest.approx(sum(sample.figure(n) for n in ("persist", "sum_1", "sum_2")))
+        assert sample.figure("peak_memory") > 50 * MIB
+        assert sample.figure("cpu") > 0
+    # 54 of 64 megabytes find no room; both sums have to read them.
+    spilled = 20 * MIB if compressible else 50 * MIB
+    for sample in (stock, gpuspill):
+        assert sample.figure("written") > spilled
+        assert sample.figure("read") > spilled
+    assert stock.figure("loop_operations") > 50
+    assert gpuspill.figure("loop_operations") == 0
+    assert gpuspill.figure("written_ratio") < 1.05
+    assert (nospill.figure("written"), nospill.figure("read"), nospill.figure("loop_operations")) == (0, 0, 0)
+    if stock.metrics["loop_file_bytes"] is not None:
+        # What the kernel has counted for the loop's thread agrees with what the stores say.
+        assert stock.figure("loop_file_bytes") > stock.figure("written") + stock.figure("read")
+        assert gpuspill.figure("loop_file_bytes") < 2 * MIB
+
+
+def _kind_of_files(dask_worker: Worker) -> str:
+    return type(dask_worker.data.slow.data.d).__name__  # type: ignore[attr-defined]
+
+
+def _storage_delay(dask_worker: Worker) -> float:
+    return dask_worker.data.settings.storage_delay  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.cluster
+def test_a_delay_reaches_every_store_that_has_files() -> None:
+    shape = ClusterShape(workers=1, threads=1, processes=False)
+    with open_cluster(ARMS["stock"], shape, delay=0.25) as client:
+        assert list(client.run(_kind_of_files).values()) == ["DelayedFiles"]
+    with open_cluster(ARMS["stock"], shape) as client:
+        assert list(client.run(_kind_of_files).values()) == ["AnyKeyFile"]
+    with open_cluster(ARMS["gpuspill"], shape, delay=0.25) as client:
+        assert list(client.run(_storage_delay).values()) == [0.25]
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("little_room")
+def test_results_are_right_with_slow_files() -> None:
+    job = PersistSum(limit=1024 * MIB, ratio=1 / 32, chunk=2 * MIB, delay=0.001)
+    result = benchmark(job, "stock,gpuspill", 1)
+    assert result.correct, [sample.error for sample in result.samples]
+    stock, gpuspill = result.samples
+    assert stock.figure("written") > 0
+    assert gpuspill.figure("written") > 0
+    assert gpuspill.figure("loop_operations") == 0
+
+
+@pytest.mark.cluster
+def test_tiny_in_both_modes() -> None:
+    result = tiny_benchmark(Tiny(tasks=40, mode="both"), "stock,gpuspill", 1)
+    assert result.correct, [sample.error for sample in result.samples]
+    for sample in result.samples:
+        assert sample.figure("written") == 0
+        for mode in ("processes", "inprocess"):
+            assert sample.figure(f"{mode}_task") > 0
+            assert sample.figure(f"{mode}_task_cpu") > 0
+    assert len(result.notes) == 4
+
+
+@pytest.mark.cluster
+def test_a_run_that_takes_too_long_is_a_failed_run() -> None:
+    result = benchmark(PersistSum(limit=256 * MIB, ratio=0.05, chunk=2 * MIB, timeout=1e-6), "nospill", 1)
+    (sample,) = result.samples
+    assert sample.error.startswith("TimeoutError")
+    assert not result.correct
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"ratio": -1.0}, "ratio"),
+        ({"chunk": 4}, "chunk"),
+        ({"chunk": 2**40}, "chunk"),
+        ({"threads": 0}, "threads"),
+        ({"delay": -0.1}, "delay"),
+    ],
+)
+def test_unusable_jobs(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        PersistSum(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"tasks": 3}, "tasks"), ({"tasks": 0}, "tasks"), ({"mode": "x"}, "mode")]
+)
+def test_unusable_tiny_jobs(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Tiny(**options)  # type: ignore[arg-type]
+
+
+def test_the_array_is_the_same_every_time_and_half_zero_if_compressible() -> None:
+    job = PersistSum(limit=MIB, ratio=1.0, chunk=MIB // 4, compressible=True)
+    values = job.array().compute(scheduler="synchronous")
+    assert values.nbytes == job.nbytes == MIB
+    assert (values[1::2] == 0).all()
+    assert (values[::2] > 0).all()
+    assert float(values.sum()) == pytest.approx(job.reference(), rel=1e-12)
