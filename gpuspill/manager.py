@@ -100,7 +100,7 @@ class ProxifyManager:
 
     # -- by key: never blocks ------------------------------------------------------------------------
 
-    def store(self, key: Hashable, value: object, nbytes: int | None = None) -> None:
+    def store(self, key: Hashable, value: object, nbytes: int | None = None, *, spillable: bool = True) -> None:
         """Put `value` in memory under `key`, replacing what the key held; spilling may start in the background.
 
         Parameters
@@ -111,6 +111,8 @@ class ProxifyManager:
             Any object. The same object under several keys is charged once.
         nbytes
             Its size in bytes, if the caller knows; else ``sizeof`` is called here.
+        spillable
+            Whether it may leave memory.
         """
         if nbytes is None:
             nbytes = self._sizeof(value)
@@ -124,7 +126,7 @@ class ProxifyManager:
             if pid is not None:
                 state.alias(key, pid)
             else:
-                pid = state.insert(key, self._sizes.estimate(type(value), nbytes))
+                pid = state.insert(key, self._sizes.estimate(type(value), nbytes), spillable=spillable)
                 slots[pid] = Slot(key, value, nbytes)
                 slots.by_id[id(value)] = pid
 

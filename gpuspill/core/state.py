@@ -137,10 +137,12 @@ class SpillState:
 
     # -- ownership ---------------------------------------------------------------------------------
 
-    def insert(self, key: Hashable, nbytes: int) -> int:
+    def insert(self, key: Hashable, nbytes: int, *, spillable: bool = True) -> int:
         """A new value enters memory under `key`, replacing what the key held. Returns its proxy."""
         hash(key)  # raises before anything is charged
         entry = self.ledger.create(nbytes)
+        entry.unspillable = not spillable
+        self.unspillable += entry.unspillable
         self.memory.used += nbytes
         before = self.ledger.bind(key, entry)
         if before is not None:

@@ -119,6 +119,9 @@ class SpillStore(MutableMapping[Hashable, object]):
             return
         if isinstance(value, LostValue):
             self.has_lost_values = True
+            # Whoever is sent it has to get something else in its place, which nobody would notice in a record.
+            self.manager.store(key, value, 0, spillable=False)
+            return
         nbytes = None if self.nbytes_of is None else self.nbytes_of(key)
         self.manager.store(key, value, nbytes)
 

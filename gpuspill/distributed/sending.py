@@ -118,6 +118,10 @@ async def pack(
         try:
             await parcel.fill((key for key in keys if key in store and key not in lost), form)
             parcel.values |= lost
+            if substitute is not None and store.has_lost_values:
+                for key, value in parcel.values.items():
+                    if isinstance(value, LostValue):
+                        parcel.values[key] = substitute(value.error)
             return parcel
         except DataLostError as error:
             parcel.release()
