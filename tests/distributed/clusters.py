@@ -12,6 +12,7 @@ import pytest
 from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
 
 import gpuspill
+from gpuspill.storage.wrappers import WrapperStore
 
 #: Everything is spilled at once; and only what does not fit.
 LIMITS = (1, "1 MiB")
@@ -83,7 +84,10 @@ def spilling(
 
 
 def spill_directory(worker) -> str:
-    return worker.data.records.store.path
+    store = worker.data.records
+    while isinstance(store, WrapperStore):
+        store = store.store
+    return store.path
 
 
 async def at_rest(worker) -> None:
