@@ -445,7 +445,8 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for copies in flight, take our hooks out and give streams and pinned memory back. Idempotent.
+        """Wait for copies in flight, take the port's hooks out and give its streams back. Idempotent.
 
-        Allocations live on for as long as somebody refers to them.
+        For whoever made the device object; who shares it takes out his own hooks. Allocations live on for as long as
+        somebody refers to them.
         """

@@ -105,7 +105,7 @@ class Call:
         address = int(result.__array_interface__["data"][0])
         for _, array in self._inputs.values():
             allocation = array.allocation
-            offset = address - int(allocation.storage.__array_interface__["data"][0])
+            offset = address - allocation.host_address
             if 0 <= offset < allocation.nbytes:
                 return self._cls.on(allocation, offset, result.shape, result.strides, supported(result.dtype))
         return None

@@ -342,6 +342,15 @@ def test_two_copies_into_one_host_buffer_need_an_order(timed):
     event.wait()
 
 
+def test_two_copies_from_one_host_buffer_need_none(timed):
+    host = pattern(100)
+    one, two = timed.allocate(100), timed.allocate(100)
+    timed.copy_to_device(host, one, timed.stream("to_device"))
+    timed.copy_to_device(host, two, timed.new_stream("another"))
+    timed.synchronize()
+    assert fetch(timed, one) == fetch(timed, two) == host.tobytes()
+
+
 def test_a_destination_that_an_earlier_copy_still_reads_is_not_poisoned(timed):
     """From the device into staging, from there to elsewhere on the device, all enqueued at once."""
     source, target = filled(timed, pattern(100).tobytes()), timed.allocate(100)

@@ -65,7 +65,13 @@ class Allocator:
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         address = self._reserve(nbytes)
-        storage = np.full(nbytes, FRESH, np.uint8) if fill else np.empty(nbytes, np.uint8)
+        try:
+            storage = np.full(nbytes, FRESH, np.uint8) if fill else np.empty(nbytes, np.uint8)
+        except MemoryError:
+            # The host's memory is what the device is made of.
+            with self._lock:
+                self._heap.release(address)
+            raise
         return SimulatedAllocation(self._device, self._heap, address, nbytes, storage)
 
     def adopt(self, storage: HostArray) -> SimulatedAllocation:

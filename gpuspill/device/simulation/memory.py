@@ -39,6 +39,8 @@ class SimulatedAllocation(Allocation):
 
     Attributes
     ----------
+    host_address
+        Where the bytes are in host memory. For the simulation only.
     writer
         The last work that wrote to it, if any.
     readers
@@ -47,7 +49,7 @@ class SimulatedAllocation(Allocation):
         Copies from or to it that nobody has observed.
     """
 
-    __slots__ = ("_address", "_device", "_heap", "_nbytes", "_storage", "copies", "readers", "writer")
+    __slots__ = ("_address", "_device", "_heap", "_nbytes", "_storage", "copies", "host_address", "readers", "writer")
 
     def __init__(self, device: SimulatedDevice, heap: Heap, address: int, nbytes: int, storage: HostArray) -> None:
         self._device = device
@@ -55,6 +57,7 @@ class SimulatedAllocation(Allocation):
         self._address = address
         self._nbytes = nbytes
         self._storage: HostArray | None = storage
+        self.host_address = int(storage.__array_interface__["data"][0])
         self.writer: Mark | None = None
         self.readers: dict[int, Mark] = {}
         self.copies: set[Copy] = set()
