@@ -280,8 +280,8 @@ class ProxifyManager:
     def export(self, admission: Admission) -> Future[dict[Hashable, Encoded | Any]]:
         """Return a future of what to send for the inputs of an admission, read on the restore threads.
 
-        The value itself where it is in memory; else its record's bytes, checked but not decoded. Residency and recency
-        stay what they are. The future never waits for room: whoever sends bounds what is under way.
+        The value itself where it is in memory; else its record's bytes, checked but not decoded. What is on disk stays
+        there and nothing else has to leave for it. The future never waits for room: whoever sends bounds what is under way.
 
         Raises
         ------
@@ -503,15 +503,17 @@ class ProxifyManager:
             self._restorer.submit(key, pid)
         return len(begun)
 
-    def expect_use(self, key: Hashable, order: Order, user: Hashable) -> None:
-        """`user` is going to read `key`; a smaller `order` is sooner."""
+    def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
+        """`user` is going to read `keys`; a smaller `order` is sooner."""
         with self._metadata as state:
-            state.expect_use(key, user, order)
+            for key in keys:
+                state.expect_use(key, user, order)
 
-    def drop_use(self, key: Hashable, user: Hashable) -> None:
-        """`user` has read `key` or never will."""
+    def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
+        """`user` has read `keys` or never will."""
         with self._metadata as state:
-            state.drop_use(key, user)
+            for key in keys:
+                state.drop_use(key, user)
 
     # -- limits and numbers --------------------------------------------------------------------------
 

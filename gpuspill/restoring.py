@@ -199,7 +199,11 @@ class Restorer:
     def submit(self, key: Hashable, pid: int) -> None:
         """Run a restore that was begun under the lock on a restore thread."""
         # In a copy of the caller's context, by which the observer tells on whose behalf it is read.
-        if not self._engine.submit(partial(copy_context().run, self._restore, pid)):
+        if self._engine.submit(partial(copy_context().run, self._restore, pid)):
+            return
+        if isinstance(self._metadata.slots[pid].value, Encoded):
+            self._restore(pid)  # what is in memory stays readable, and no thread is left to decode it
+        else:
             self._fail(pid, ManagerClosed(f"the store was closed before {key!r} was read"))
 
     @staticmethod

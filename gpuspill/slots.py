@@ -85,7 +85,9 @@ class Slots(dict[int, Slot]):
     def detach(self, pid: int, entry: Entry | None) -> object:
         """Take the value out of its slot. `entry` is None if the proxy is forgotten."""
         slot = self[pid]
-        if slot.refusals and entry is not None and _weakly_referable(slot.value):
+        # Not of bytes: a reader would be given them in the place of the value.
+        kept = slot.refusals and entry is not None and type(slot.value) is not Encoded
+        if kept and _weakly_referable(slot.value):
             slot.ghost = weakref.ref(slot.value)
         self._unlist(pid, slot.value)
         value, slot.value = slot.value, None
