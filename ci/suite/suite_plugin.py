@@ -65,4 +65,6 @@ def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start recording."""
+    # A mark of pytest-rerunfailures, which is not needed: a test that failed is run again alone in any case.
+    config.addinivalue_line("markers", "flaky: may be run again")
     config.pluginmanager.register(_Recorder(os.environ["SUITE_OUTCOMES"]))
