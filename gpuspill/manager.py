@@ -365,12 +365,6 @@ class ProxifyManager:
             result.set_exception(ManagerClosed("the store was closed"))
         return result
 
-    def kind_of(self, key: Hashable) -> type | None:
-        """Type of the value of `key`, if it was in memory once. KeyError if the key is unknown."""
-        with self._metadata:
-            kind = self._metadata.slots[self._ledger.keys[key].pid].kind
-        return None if kind in (object, Encoded) else kind
-
     def reserve(
         self,
         nbytes: int,

@@ -98,6 +98,8 @@ class Attachment:
         )
         self.hints = Hints(
             store.manager,
+            needed=self._is_tight,
+            backlog=partial(internals.unfinished, worker),
             inputs=partial(internals.next_use, worker),
             upcoming=partial(internals.upcoming, worker),
             depth=settings.prefetch,
@@ -120,7 +122,9 @@ class Attachment:
     def at_ease(self, keys: Collection[Hashable], extra: int = 0) -> bool:
         """Whether `keys`, as far as they are here, are in memory and stay there although `extra` bytes arrive."""
         manager = self.store.manager
-        if manager.memory_total() + extra >= self._at_ease_below or self.store.has_lost_values:
+        if manager.memory_total() + max(0, self.follower.offset) + extra >= self._at_ease_below:
+            return False
+        if self.store.has_lost_values:
             return False
         try:
             return all(map(manager.is_resident, keys))
@@ -145,6 +149,11 @@ class Attachment:
         if not self.settings.admission or self.at_ease((), self._threads * nbytes):
             return None
         return self.store.manager.reserve(nbytes, outputs=incoming)
+
+    def _is_tight(self) -> bool:
+        """Whether something is on disk or may soon have to be."""
+        manager = self.store.manager
+        return bool(manager.spilled_count) or manager.memory_total() >= self._at_ease_below
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -221,11 +230,18 @@ def attach(worker: Any, **options: object) -> SpillStore:
             "%s does not fit this version of distributed: %s. Spilled values may block the worker there.", hook, problem
         )
     worker._gpuspill = attachment
-    internals.swap_class(worker, spilling_class(worker.__class__))
+    try:
+        internals.swap_class(worker, spilling_class(worker.__class__))
+    except TypeError as error:
+        logger.warning(
+            "cannot hook into a worker of class %s: %s. Spilled values may block it wherever they are read.",
+            type(worker).__qualname__,
+            error,
+        )
     internals.announce(worker)
     worker.metrics["gpuspill"] = lambda _: heartbeat(store)
     worker.plugins[attachment.hints.name] = attachment.hints
-    internals.expect_uses(worker, attachment.hints)
+    attachment.hints.follow_if_needed()
     internals.add_periodic_callback(worker, "gpuspill", attachment.follower.update)
     with suppress(RuntimeError):  # no loop is running yet
         attachment.in_background(partial(sweep_leftovers, settings.spill_directory or worker.local_directory))

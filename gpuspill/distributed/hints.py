@@ -7,7 +7,9 @@ needed last, and to read ahead what the next tasks need while the current ones c
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -23,6 +25,9 @@ logger = logging.getLogger("gpuspill")
 #: ``upcoming(n)``: inputs of the `n` tasks that run next, in order.
 Upcoming = Callable[[int], Iterable[Iterable[Hashable]]]
 
+#: How many tasks to look at in one go when following begins: the event loop must not stand still for it.
+_CATCH_UP = 100
+
 _BEGINS = frozenset({"waiting"})
 _COMES_CLOSE = frozenset({"ready", "constrained", "executing"})
 _ENDS = frozenset({"memory", "error", "released", "rescheduled", "forgotten", "cancelled"})
@@ -35,6 +40,11 @@ class Hints(WorkerPlugin):
     ----------
     manager
         Is told.
+    needed
+        Whether it may matter now what is needed next. While it does not, the tasks are not followed at all.
+    backlog
+        The tasks that have not ended yet and may read something; asked for when following begins, and gone through
+        bit by bit.
     inputs
         ``inputs(key)``: priority and inputs of a task, or None if it has no inputs or is not known.
     upcoming
@@ -57,6 +67,8 @@ class Hints(WorkerPlugin):
         self,
         manager: ProxifyManager,
         *,
+        needed: Callable[[], bool],
+        backlog: Callable[[], Iterator[Hashable]],
         inputs: Callable[[Hashable], tuple[Order, tuple[Hashable, ...]] | None],
         upcoming: Upcoming,
         depth: int,
@@ -64,12 +76,15 @@ class Hints(WorkerPlugin):
         on_close: Callable[[], Awaitable[None]],
     ) -> None:
         self._manager = manager
+        self._needed = needed
+        self._backlog = backlog
         self._inputs = inputs
         self._upcoming = upcoming
         self.depth = depth
         self._soon = soon
         self._on_close = on_close
         self._expected: dict[Hashable, tuple[Hashable, ...]] = {}
+        self._following = False
         self._reading_ahead = False
         self._failed = False
 
@@ -86,6 +101,8 @@ class Hints(WorkerPlugin):
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Note what a task is going to read, or has read."""
         try:
+            if not self._following and not self.follow_if_needed():
+                return
             if finish in _BEGINS:
                 self._expect(key)
             elif finish in _COMES_CLOSE:
@@ -100,6 +117,20 @@ class Hints(WorkerPlugin):
                 self._failed = True
                 logger.exception("could not follow task %r from %s to %s", key, start, finish)
 
+    def follow_if_needed(self) -> bool:
+        """Begin to follow the worker's tasks if it matters by now; return whether they are followed."""
+        if not self._following and self._needed():
+            self._following = True
+            self._soon(partial(self._catch_up, self._backlog()))
+        return self._following
+
+    def _catch_up(self, backlog: Iterator[Hashable]) -> None:
+        keys = list(islice(backlog, _CATCH_UP))
+        for key in keys:
+            self._expect(key)
+        if keys:
+            self._soon(partial(self._catch_up, backlog))
+
     def _expect(self, key: Hashable) -> None:
         self._forget(key)
         found = self._inputs(key)
@@ -107,16 +138,12 @@ class Hints(WorkerPlugin):
             return
         order, inputs = found
         self._expected[key] = inputs
-        manager = self._manager
-        for name in inputs:
-            manager.expect_use(name, order, key)
+        self._manager.expect_uses(inputs, order, key)
 
     def _forget(self, key: Hashable) -> None:
         inputs = self._expected.pop(key, None)
         if inputs is not None:
-            manager = self._manager
-            for name in inputs:
-                manager.drop_use(name, key)
+            self._manager.drop_uses(inputs, key)
 
     def _read_ahead(self) -> None:
         self._reading_ahead = False

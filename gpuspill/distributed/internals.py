@@ -27,14 +27,12 @@ from gpuspill.distributed.memory import Thresholds
 if TYPE_CHECKING:
     from gpuspill.config import Settings
     from gpuspill.core.policy import Order
-    from gpuspill.distributed.hints import Hints
     from gpuspill.distributed.jobs import Job
     from gpuspill.distributed.mapping import SpillStore
 
 __all__ = [
     "add_periodic_callback",
     "announce",
-    "expect_uses",
     "find_worker",
     "forget_lost",
     "inputs_of",
@@ -48,6 +46,7 @@ __all__ = [
     "speaks_gpuspill",
     "swap_class",
     "thresholds",
+    "unfinished",
     "upcoming",
 ]
 
@@ -278,11 +277,11 @@ def unpack_spill_buffer(
     return resident, spilled, slow.d
 
 
-def expect_uses(worker: Any, hints: Hints) -> None:
-    """Tell `hints` of the tasks that the worker was given before it could listen."""
+def unfinished(worker: Any) -> Iterator[Hashable]:
+    """Yield the tasks that the worker was given and that have not ended when their turn comes."""
     for ts in list(worker.state.tasks.values()):
         if ts.state in ("waiting", "ready", "constrained", "executing", "long-running"):
-            hints.transition(ts.key, "released", "waiting")
+            yield ts.key
 
 
 # -- checks --------------------------------------------------------------------------------------

@@ -110,8 +110,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.has_lost_values = False
         self._warn_after = 0.0
 
-    # -- mapping
-    # ---------------------------------------------------------------------------------------------------------------
+    # -- mapping -----------------------------------------------------------------------------------
 
     def __setitem__(self, key: Hashable, value: object) -> None:
         if isinstance(value, Wire):
@@ -127,7 +126,7 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def __getitem__(self, key: Hashable) -> Any:
         manager = self.manager
-        if threading.get_ident() == manager.loop_thread and not manager.is_resident(key):
+        if not manager.is_resident(key) and threading.get_ident() == manager.loop_thread:
             self._warn_of_blocking(key)
         try:
             value = manager.get(key)
@@ -186,8 +185,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             key,
         )
 
-    # -- asynchronous (dask/distributed#4424)
-    # ----------------------------------------------------------------------------------
+    # -- asynchronous (dask/distributed#4424) ------------------------------------------------------
 
     def async_get(
         self, keys: Collection[Hashable], missing: Literal["raise", "omit"] = "raise"
@@ -238,8 +236,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         """
         self.manager.set_offset(n)
 
-    # -- what reads SpillBuffer
-    # ------------------------------------------------------------------------------------------------
+    # -- what reads SpillBuffer --------------------------------------------------------------------
 
     @property
     def spilled_total(self) -> SpilledSize:

@@ -110,6 +110,13 @@ class MemoryFollower:
     clock
         Seconds; for tests.
 
+    Attributes
+    ----------
+    thresholds
+        As given; may be replaced.
+    offset
+        What the store was told last, bytes.
+
     Notes
     -----
     :meth:`update` is to be called regularly on one thread; it takes microseconds. When much was evicted and the
@@ -148,7 +155,7 @@ class MemoryFollower:
         self._in_background = in_background
         self._pool = pool
         self._clock = clock
-        self._offset = 0
+        self.offset = 0
         self._trimmed_at = -float("inf")
         self._evicted_at_trim = 0
         self._collect_after = -float("inf")
@@ -157,14 +164,14 @@ class MemoryFollower:
     def update(self) -> None:
         """Measure, tell the store, and see to it that freed memory is really free."""
         if not self.thresholds.follows_process:
-            if self._offset:
-                self._offset = 0
+            if self.offset:
+                self.offset = 0
                 self._set_offset(0)
             return
         process = self._process_memory()
         offset = self.thresholds.offset(process, self._accounted())
-        if offset != self._offset:
-            self._offset = offset
+        if offset != self.offset:
+            self.offset = offset
             self._set_offset(offset)
         if offset > 0 and not self._busy:
             self._relieve(process)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from gpuspill.admission import Admission
-from gpuspill.core.budget import Kind
 from gpuspill.distributed.internals import forget_lost, recover
 from gpuspill.distributed.serialization import FOREIGN_HEADER
 from gpuspill.distributed.views import LostValue
@@ -45,29 +44,23 @@ class Parcel:
         self._taken = 0
         self.values: dict[Any, Any] = {}
 
-    async def fill(self, keys: Iterable[Any], form: Form) -> None:
+    async def fill(self, keys: Iterable[Any], form: Form, type_of: Callable[[Any], type | None]) -> None:
         """Pin the values of `keys` and get ready what to send. After a failure or a cancellation, release it.
+
+        Parameters
+        ----------
+        keys
+            Those that are unknown are left out.
+        form
+            What to send for a value that is not in memory.
+        type_of
+            Returns the type of the value of a key, if it is known.
 
         Raises
         ------
         DataLostError
             One of them is lost.
         """
-        keys = list(keys)
-        self.values = await (self._bring(keys) if form == "value" else self._export(keys, form))
-
-    async def _bring(self, keys: Collection[Any]) -> dict[Any, Any]:
-        """Bring the values into memory."""
-        self._pins = self._manager.admit(None, keys, kind=Kind.TRANSFER)
-        source = self._manager.materialize_later(self._pins)
-        try:
-            return source.result() if source.done() else await asyncio.wrap_future(source)
-        except BaseException:
-            source.cancel()
-            raise
-
-    async def _export(self, keys: Collection[Any], form: Form) -> dict[Any, Any]:
-        """Leave the values where they are."""
         manager = self._manager
         self._pins = manager.pin(keys)
         missing = manager.missing_nbytes(self._pins)
@@ -75,19 +68,15 @@ class Parcel:
             await self._window.take(missing)
             self._taken = missing
         exported = await asyncio.wrap_future(manager.export(self._pins))
-        values: dict[Any, Any] = {}
         for key, value in exported.items():
             if not isinstance(value, Encoded):
-                values[key] = value
-            elif value.header == FOREIGN_HEADER:
-                # As distributed's own buffer wrote it, which nobody but its own reader understands.
-                values.update(await self._decoded(key))
+                self.values[key] = value
+            elif form == "value" or value.header == FOREIGN_HEADER:
+                # Decoded for the receiver alone: putting it into the store would push something else out. Of a record
+                # that distributed's own buffer wrote, nobody but its own reader makes sense.
+                self.values[key] = await asyncio.wrap_future(manager.decode(value))
             else:
-                values[key] = wrap(value, form, manager.kind_of(key) if key in manager else None)
-        return values
-
-    async def _decoded(self, key: Any) -> dict[Any, Any]:
-        return await asyncio.wrap_future(self._manager.get_many([key], missing="omit"))
+                self.values[key] = wrap(value, form, type_of(key))
 
     def release(self) -> None:
         """It is written, or never will be. Idempotent."""
@@ -104,6 +93,7 @@ async def pack(
     attachment: Attachment,
     keys: Collection[Any],
     form: Form,
+    type_of: Callable[[Any], type | None],
     substitute: Callable[[DataLostError], LostValue] | None,
 ) -> Parcel:
     """Get ready what is there of `keys`.
@@ -116,7 +106,7 @@ async def pack(
     while True:
         parcel = Parcel(store.manager, attachment.window)
         try:
-            await parcel.fill((key for key in keys if key in store and key not in lost), form)
+            await parcel.fill((key for key in keys if key not in lost), form, type_of)
             parcel.values |= lost
             if substitute is not None and store.has_lost_values:
                 for key, value in parcel.values.items():

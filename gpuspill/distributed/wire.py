@@ -7,7 +7,8 @@ what it can do with it:
   keeps the bytes until a task needs the value.
 * Everybody else gets distributed's own ``Serialized``, which is on the network what the value itself would have been.
   They need not know gpuspill.
-* Peers in the same process, and those that restrict how values are serialised, get the value.
+* Peers without gpuspill in the same process, and those that restrict how values are serialised, get the value. It is
+  decoded for them and not put in memory here.
 
 Bytes read for sending are in memory until they are written to the network. They are bounded by a :class:`Window`, not
 by the store's budget: making room for them there would evict what tasks need.
@@ -88,6 +89,7 @@ def wrap(encoded: Encoded, form: Form, kind: type | None) -> Any:
     """Return what stands for a value in a message."""
     if form == "wire":
         return Wire(encoded, "object" if kind is None else typename(kind))
+    assert form == "serialized"
     assert encoded.header != FOREIGN_HEADER
     # A new header for each message: distributed notes in it how it splits and compresses the frames.
     header = msgpack.unpackb(encoded.header, raw=False, use_list=False, strict_map_key=False)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
 from time import time
@@ -125,7 +126,10 @@ def spilling_class(base: Any) -> Any:
                 parcel = await _pack(self, comm, keys, who, _form_for(comm, serializers))
             finally:
                 self.transfer_outgoing_count -= 1
-            token = _VIEW.set(View(attachment.store, parcel.values))
+            # Those that were given up meanwhile are not here any more for distributed, which looks up their sizes.
+            values = {key: value for key, value in parcel.values.items() if key in self.state.tasks}
+            token = _VIEW.set(View(attachment.store, values))
+            del values
             try:
                 return await super().get_data(comm, keys, who=who, serializers=serializers)
             finally:
@@ -322,7 +326,12 @@ def _prepares_inputs(executor: Any) -> bool:
 
 @context_meter_to_server_digest("get-data")
 async def _pack(worker: Any, comm: Any, keys: Collection[Any], who: str | None, form: Form) -> Parcel:
-    return await pack(worker, worker._gpuspill, keys, form, _substitute_for(comm, who))
+    return await pack(worker, worker._gpuspill, keys, form, partial(_known_type, worker), _substitute_for(comm, who))
+
+
+def _known_type(worker: Any, key: Any) -> type | None:
+    ts = worker.state.tasks.get(key)
+    return None if ts is None or ts.type is Wire else ts.type
 
 
 def _form_for(comm: Any, serializers: Collection[str] | None) -> Form:
@@ -348,12 +357,14 @@ def _substitute_for(comm: Any, who: str | None) -> Any:
 async def _decode_resumed(worker: Any, data: dict[Any, Any]) -> None:
     """Decode what arrived for tasks that were to be computed here meanwhile.
 
-    Their type goes to the scheduler as soon as they are stored.
+    Their type goes to the scheduler as soon as they are stored. What cannot be decoded stays as it is: whoever needs it
+    will be told why.
     """
     for key, value in data.items():
         ts = worker.state.tasks.get(key)
         if isinstance(value, Wire) and ts is not None and ts.state == "resumed":
-            data[key] = await asyncio.wrap_future(worker._gpuspill.store.manager.decode(value.encoded))
+            with suppress(Exception):
+                data[key] = await asyncio.wrap_future(worker._gpuspill.store.manager.decode(value.encoded))
 
 
 def _name_types(worker: Any, names: Mapping[Any, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 from distributed import Event, Status, wait
@@ -240,7 +239,12 @@ async def test_heavy_traffic_both_ways(c, s, a, b):
     slow_disk(b, 0.002)
     xs = [c.submit(block_of, MB // 4, i, key=f"block_of-{i}", workers=[(a, b)[i % 2].address]) for i in range(40)]
     ys = [
-        c.submit(lambda x, y: int(x.sum()) + int(y.sum()), xs[i], xs[(i * 7 + 3) % 40], workers=[(a, b)[i % 3 % 2].address])
+        c.submit(
+            lambda x, y: int(x.sum()) + int(y.sum()),
+            xs[i],
+            xs[(i * 7 + 3) % 40],
+            workers=[(a, b)[i % 3 % 2].address],
+        )
         for i in range(40)
     ]
     assert await c.gather(ys) == [MB // 2] * 40

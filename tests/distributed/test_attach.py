@@ -430,5 +430,3 @@ async def test_closing_while_everything_is_busy(c, s, a):
     await a.close()
     assert not os.path.exists(path)
     del ys
-
-

@@ -87,7 +87,8 @@ async def test_arrays_and_frames(c, s, a, b):
     np.testing.assert_allclose(await c.compute((x + x.T).mean(axis=0)), (values + values.T).mean(axis=0))
     np.testing.assert_array_equal(await c.compute(x), values)
 
-    frame = pd.DataFrame({"a": rng.integers(0, 10, 1000), "b": rng.random(1000), "c": ["s" * i for i in range(10)] * 100})
+    strings = ["s" * i for i in range(10)] * 100
+    frame = pd.DataFrame({"a": rng.integers(0, 10, 1000), "b": rng.random(1000), "c": strings})
     df = c.persist(dd.from_pandas(frame, npartitions=8))
     await wait(df)
     await all_spilled(a, b)
@@ -548,5 +549,3 @@ async def test_many_small_tasks(c, s, a, b):
     futures = c.map(inc, range(300))
     futures = c.map(inc, futures)
     assert await c.submit(sum, futures) == sum(range(2, 302))
-
-

@@ -21,11 +21,13 @@ class Recorder:
         self.prefetched = []
         self.spilled_count = spilled
 
-    def expect_use(self, key, order, user):
-        self.uses[key, user] = order
+    def expect_uses(self, keys, order, user):
+        for key in keys:
+            self.uses[key, user] = order
 
-    def drop_use(self, key, user):
-        self.uses.pop((key, user), None)
+    def drop_uses(self, keys, user):
+        for key in keys:
+            self.uses.pop((key, user), None)
 
     def prefetch(self, keys):
         self.prefetched.append(list(keys))
@@ -38,16 +40,21 @@ async def _closed():
     pass
 
 
-def make(manager, *, depth=2, soon=None):
+def make(manager, *, depth=2, soon=None, needed=lambda: True, backlog=()):
     later = []
     hints = Hints(
         manager,
+        needed=needed,
+        backlog=lambda: iter(backlog),
         inputs=TASKS.get,
-        upcoming=lambda n: list(TASKS[key][1] for key in ("z", "y"))[:n],
+        upcoming=lambda n: [TASKS[key][1] for key in ("z", "y")][:n],
         depth=depth,
         soon=later.append if soon is None else soon,
         on_close=_closed,
     )
+    hints.follow_if_needed()
+    while later:
+        later.pop(0)()
     return hints, later
 
 
@@ -92,6 +99,30 @@ def test_unknown_tasks_do_not_matter():
     assert not manager.uses
 
 
+def test_tasks_are_not_followed_while_it_does_not_matter():
+    manager = Recorder()
+    tight = False
+    tasks = [f"task-{i}" for i in range(250)]
+    TASKS.update((key, ((1,), ("a",))) for key in tasks)
+    hints, later = make(manager, needed=lambda: tight, backlog=tasks)
+    hints.transition("y", "released", "waiting")
+    hints.transition("y", "executing", "memory")
+    assert not later
+    assert not manager.uses
+    tight = True
+    hints.transition("z", "released", "waiting")
+    assert manager.uses == {("b", "z"): (0,)}
+    # What was missed meanwhile is made up for, bit by bit.
+    n = 0
+    while later:
+        before = len(manager.uses)
+        later.pop(0)()
+        assert len(manager.uses) - before <= 100
+        n += 1
+    assert n > 2
+    assert len(manager.uses) == 251
+
+
 def test_reading_ahead_once_for_many_transitions():
     manager = Recorder(spilled=1)
     hints, later = make(manager)
@@ -132,7 +163,7 @@ def test_errors_are_logged_once(caplog):
     """distributed swallows what plugins raise."""
 
     class Broken(Recorder):
-        def expect_use(self, key, order, user):
+        def expect_uses(self, keys, order, user):
             raise ZeroDivisionError
 
     hints, _ = make(Broken())
@@ -185,14 +216,21 @@ def uses(worker):
 
 
 @pytest.mark.cluster
-@spilling(limits=("1 GiB",), nthreads=[("", 1)], config=ALL_AT_ONCE)
+@spilling(limits=(1000,), nthreads=[("", 1)], config=ALL_AT_ONCE)
 async def test_a_worker_tells_what_its_tasks_need(c, s, a):
     release = Event()
-    blocker = c.submit(lambda release: release.wait(), release)
     xs = c.map(inc, range(5))
+    await wait(xs)
+    blocker = c.submit(lambda release: release.wait(), release)
     ys = c.map(inc, xs)
-    await async_poll_for(lambda: len(a.state.ready) + len(a.state.waiting) >= 5, timeout=5)
+    await async_poll_for(lambda: len(a.state.ready) == 5, timeout=5)
+    assert not len(uses(a))  # 5 small numbers do not make memory tight
+    big = await c.scatter(np.ones(1000))
+    zs = c.map(lambda x, big: x, xs, big=big)
+    await async_poll_for(lambda: len(a.state.ready) == 10, timeout=5)
+    await async_poll_for(lambda: len(uses(a)) == 6, timeout=5)
     await release.set()
+    await wait(zs)
     await wait(ys)
     assert not len(uses(a))
     assert not attached(a).hints._expected
@@ -262,12 +300,12 @@ async def test_what_is_needed_next_stays(c, s, a):
 
 
 @pytest.mark.cluster
-@spilling(limits=("1 GiB",), nthreads=[("", 1)], config=ALL_AT_ONCE)
+@spilling(limits=(1,), nthreads=[("", 1)], config=ALL_AT_ONCE)
 async def test_cancelled_tasks_need_nothing(c, s, a):
     release = Event()
     blocker = c.submit(lambda release: release.wait(), release)
     await async_poll_for(lambda: a.state.executing_count, timeout=5)
-    x = await c.scatter(1)
+    x = await c.scatter(np.ones(1000))
     ys = c.map(inc, [x] * 10, pure=False)
     await async_poll_for(lambda: len(uses(a)), timeout=5)
     await c.cancel(ys)

@@ -99,7 +99,7 @@ def test_values_are_not_kept(store):
 
 
 def blocked(store):
-    """Fill the memory with something pinned by nobody but for which the disk is too slow: a task has to wait for room."""
+    """Fill the memory; what could make room is for a disk that is slow."""
     store.manager.set_limit(20_000, None)
     holder = store.manager.admit(None, (), 15_000)
     store["z"] = np.ones(1000)

@@ -17,16 +17,16 @@ G = 10**9
 @pytest.mark.parametrize(
     ("settings", "limit", "follows"),
     [
-        (dict(memory_limit=G, target=0.6, spill=0.7), 0.6 * G, True),
-        (dict(memory_limit=G, target=0.6, spill=False), 0.6 * G, False),
-        (dict(memory_limit=G, target=False, spill=0.7), 0.7 * G, True),
-        (dict(memory_limit=G, target=False, spill=False), None, False),
-        (dict(memory_limit=None, target=0.6, spill=0.7), None, False),
-        (dict(memory_limit=0, target=0.6, spill=0.7), None, False),
-        (dict(memory_limit=G, target=0.6, spill=0.7, host_limit=5), 5, True),
-        (dict(memory_limit=None, target=0.6, spill=0.7, host_limit=5), 5, False),
-        (dict(memory_limit=G, target=0.6, spill=0.7, host_limit=None), 0.7 * G, True),
-        (dict(memory_limit=G, target=0.6, spill=False, host_limit=None), None, False),
+        ({"memory_limit": G, "target": 0.6, "spill": 0.7}, 0.6 * G, True),
+        ({"memory_limit": G, "target": 0.6, "spill": False}, 0.6 * G, False),
+        ({"memory_limit": G, "target": False, "spill": 0.7}, 0.7 * G, True),
+        ({"memory_limit": G, "target": False, "spill": False}, None, False),
+        ({"memory_limit": None, "target": 0.6, "spill": 0.7}, None, False),
+        ({"memory_limit": 0, "target": 0.6, "spill": 0.7}, None, False),
+        ({"memory_limit": G, "target": 0.6, "spill": 0.7, "host_limit": 5}, 5, True),
+        ({"memory_limit": None, "target": 0.6, "spill": 0.7, "host_limit": 5}, 5, False),
+        ({"memory_limit": G, "target": 0.6, "spill": 0.7, "host_limit": None}, 0.7 * G, True),
+        ({"memory_limit": G, "target": 0.6, "spill": False, "host_limit": None}, None, False),
     ],
 )
 def test_limit(settings, limit, follows):
@@ -38,12 +38,12 @@ def test_limit(settings, limit, follows):
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(target=0.6, spill=0.7),
-        dict(target=0.6, spill=0.5),
-        dict(target=False, spill=0.7),
-        dict(target=0.6, spill=0.7, host_limit=int(0.2 * G)),
-        dict(target=0.6, spill=0.7, host_limit=int(0.9 * G)),
-        dict(target=0.6, spill=0.7, host_limit=None),
+        {"target": 0.6, "spill": 0.7},
+        {"target": 0.6, "spill": 0.5},
+        {"target": False, "spill": 0.7},
+        {"target": 0.6, "spill": 0.7, "host_limit": int(0.2 * G)},
+        {"target": 0.6, "spill": 0.7, "host_limit": int(0.9 * G)},
+        {"target": 0.6, "spill": 0.7, "host_limit": None},
     ],
 )
 def test_offset_says_that_the_process_is_too_large(settings):
@@ -57,7 +57,9 @@ def test_offset_says_that_the_process_is_too_large(settings):
             assert over == wanted, (accounted, process)
 
 
-@pytest.mark.parametrize("settings", [dict(memory_limit=G, target=0.6, spill=False), dict(memory_limit=0, spill=0.7)])
+@pytest.mark.parametrize(
+    "settings", [{"memory_limit": G, "target": 0.6, "spill": False}, {"memory_limit": 0, "spill": 0.7}]
+)
 def test_no_offset_unless_the_process_counts(settings):
     assert Thresholds(**settings).offset(10 * G, 0) == 0
 

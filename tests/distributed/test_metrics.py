@@ -196,5 +196,3 @@ async def test_statistics_without_workers(c, s):
     frame = await gpuspill.statistics(c)
     assert len(frame) == 0
     assert "spills" in frame.columns
-
-

@@ -104,7 +104,8 @@ def test_restored_array_can_be_written_to():
 
 
 def test_frames():
-    frame = pd.DataFrame({"a": np.arange(5), "b": list("abcde"), "c": pd.Categorical(list("xxyyx"))}, index=list("vwxyz"))
+    columns = {"a": np.arange(5), "b": list("abcde"), "c": pd.Categorical(list("xxyyx"))}
+    frame = pd.DataFrame(columns, index=list("vwxyz"))
     pd.testing.assert_frame_equal(through_disk(frame), frame)
     pd.testing.assert_series_equal(through_disk(frame.a), frame.a)
 
@@ -182,7 +183,8 @@ def test_frames_with_gaps():
 
     @dask_serialize.register(Strided)
     def _(value):
-        return {}, [memoryview(bytes(range(10)))[::2], memoryview(np.asfortranarray(np.arange(6, dtype="i8").reshape(2, 3)))]
+        fortran = np.asfortranarray(np.arange(6, dtype="i8").reshape(2, 3))
+        return {}, [memoryview(bytes(range(10)))[::2], memoryview(fortran)]
 
     header, frames = DaskSerializer().dumps(Strided())
     assert bytes(frames[0]) == bytes(range(0, 10, 2))
