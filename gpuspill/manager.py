@@ -281,7 +281,8 @@ class ProxifyManager:
         """Return a future of what to send for the inputs of an admission, read on the restore threads.
 
         The value itself where it is in memory; else its record's bytes, checked but not decoded. What is on disk stays
-        there and nothing else has to leave for it. The future never waits for room: whoever sends bounds what is under way.
+        there, and nothing else has to leave for it: the future never waits for room. Whoever sends bounds what is under
+        way.
 
         Raises
         ------

@@ -249,19 +249,6 @@ def test_it_settles_the_promise_of_its_key() -> None:
     kit.manager.close()
 
 
-def test_what_it_is_known_to_be(kit: Kit) -> None:
-    kit.manager.store("here", value())
-    kit.manager.store_encoded("arrived", encoded())
-    assert kit.manager.kind_of("here") is np.ndarray
-    assert kit.manager.kind_of("arrived") is None
-    kit.manager.get("arrived")
-    assert kit.manager.kind_of("arrived") is np.ndarray
-    kit.manager.evict_all()
-    assert kit.manager.kind_of("here") is np.ndarray
-    with pytest.raises(KeyError):
-        kit.manager.kind_of("nowhere")
-
-
 def test_decoding_without_storing(kit: Kit) -> None:
     np.testing.assert_array_equal(kit.manager.decode(encoded(7)).result(TIMEOUT), value(7))
     with pytest.raises(pickle.UnpicklingError):

@@ -108,10 +108,13 @@ async def pack(
         try:
             await parcel.fill((key for key in keys if key not in lost), form, type_of)
             parcel.values |= lost
-            if substitute is not None and store.has_lost_values:
-                for key, value in parcel.values.items():
-                    if isinstance(value, LostValue):
+            if store.has_lost_values:
+                for key in [key for key, value in parcel.values.items() if isinstance(value, LostValue)]:
+                    value = parcel.values.pop(key)
+                    if substitute is not None:
                         parcel.values[key] = substitute(value.error)
+                    else:
+                        forget_lost(worker, key)
             return parcel
         except DataLostError as error:
             parcel.release()
