@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from distributed import Client, wait
 
-from gpuspill.demo.jobs import Answers, Deadline, Job
+from gpuspill.demo.jobs import Answers, Job
 
 __all__ = ["ArrayJob"]
 
@@ -50,20 +50,20 @@ class ArrayJob(Job):
         made: da.Array = da.random.default_rng(self._seed).random((side, side), chunks=self._block)
         return made
 
-    def run(self, client: Client, step: Callable[[str], None], deadline: Deadline) -> Answers:
+    def run(self, client: Client, step: Callable[[str], None]) -> Answers:
         """See :meth:`Job.run`."""
 
         def compute(what: str, *results: Any) -> list[Any]:
             step(what)
-            return [future.result(timeout=deadline.remaining()) for future in client.compute(results)]
+            return [future.result() for future in client.compute(results)]
 
         step("filling the array")
         a = self._array().persist()
-        wait(a, timeout=deadline.remaining())
+        wait(a)
         (symmetric,) = compute("(a + a.T).mean()", (a + a.T).mean(axis=0))
         step("standardising the columns")
         z = ((a - a.mean(axis=0)) / a.std(axis=0)).persist()
-        wait(z, timeout=deadline.remaining())
+        wait(z)
         del a
         (correlation,) = compute("z.T @ z", z[:, : self._wanted].T @ z / z.shape[0])
         return {"symmetric": symmetric, "correlation": correlation}

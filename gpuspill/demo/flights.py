@@ -17,7 +17,7 @@ import dask.dataframe as dd
 import pandas as pd
 from distributed import Client, wait
 
-from gpuspill.demo.jobs import Answers, Deadline, Job
+from gpuspill.demo.jobs import Answers, Job
 from gpuspill.errors import ConfigError
 
 __all__ = ["FlightsJob", "Tables", "load_part", "load_tables"]
@@ -120,7 +120,7 @@ class FlightsJob(Job):
         """Size of all copies in memory, bytes."""
         return self._bytes_per_copy * self._copies
 
-    def run(self, client: Client, step: Callable[[str], None], deadline: Deadline) -> Answers:
+    def run(self, client: Client, step: Callable[[str], None]) -> Answers:
         """See :meth:`Job.run`."""
         tables = self._tables
         copies = [copy for copy in range(self._copies) for _ in range(self._parts)]
@@ -128,31 +128,33 @@ class FlightsJob(Job):
 
         step("loading flights")
         flights = dd.from_map(load_part, copies, parts, parts=self._parts, path=self._path).persist()
-        wait(flights, timeout=deadline.remaining())
+        wait(flights)
 
-        def compute(what: str, query: dd.DataFrame) -> pd.DataFrame:
+        def compute(what: str, *queries: dd.DataFrame) -> list[pd.DataFrame]:
             step(what)
-            return client.compute(query).result(timeout=deadline.remaining())
+            return [future.result() for future in client.compute(queries)]
 
         by_airline = flights.merge(tables.airlines, on="carrier").groupby("name")
-        airlines = compute(
-            "airlines: join, groupby",
-            by_airline.agg({"dep_delay": "mean", "flight": "sum", "distance": "sum"}),
+        (airlines,) = compute(
+            "airlines: join, groupby", by_airline.agg({"dep_delay": "mean", "flight": "sum", "distance": "sum"})
         )
         by_maker = flights.merge(tables.planes, on="tailnum").groupby("manufacturer")
-        makers = compute(
-            "aircraft: join, groupby",
-            by_maker.agg({"distance": "sum", "seats": "sum", "arr_delay": "mean"}),
-        )
         by_weather = flights.merge(tables.weather, on=["month", "day", "hour", "origin"]).groupby("visib")
-        weather = compute("weather: join, groupby", by_weather.agg({"dep_delay": "mean", "flight": "count"}))
+        makers, weather = compute(
+            "aircraft and weather: joins, groupbys",
+            by_maker.agg({"distance": "sum", "seats": "sum", "arr_delay": "mean"}),
+            by_weather.agg({"dep_delay": "mean", "flight": "count"}),
+        )
 
         step("set_index: sorting by departure")
         ordered = flights[_SORTED_COLUMNS].set_index("time_hour").persist()
-        wait(ordered, timeout=deadline.remaining())
+        wait(ordered)
         weekly = ordered[["distance", "dep_delay"]].resample("7D")
-        weeks = compute("resample by week", weekly.agg({"distance": "sum", "dep_delay": "mean"}))
-        edges = compute("checking the order", ordered.map_partitions(_edges))
+        weeks, edges = compute(
+            "resample by week",
+            weekly.agg({"distance": "sum", "dep_delay": "mean"}),
+            ordered.map_partitions(_edges),
+        )
         return {
             "airlines": airlines.sort_index(),
             "makers": makers.sort_index(),

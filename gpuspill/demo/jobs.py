@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,39 +10,10 @@ import numpy as np
 import pandas as pd
 from distributed import Client
 
-__all__ = ["Answers", "Deadline", "Job", "differences"]
+__all__ = ["Answers", "Job", "differences"]
 
 Answers = Mapping[str, Any]
 """Results by name: data frames, arrays, numbers."""
-
-
-class Deadline:
-    """A moment after which nothing is waited for any longer.
-
-    Parameters
-    ----------
-    seconds
-        From now.
-    clock
-        Monotonic, seconds; replaced in tests.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = clock() + seconds
-
-    def remaining(self) -> float:
-        """Return the seconds that are left.
-
-        Raises
-        ------
-        TimeoutError
-            If none are.
-        """
-        left = self._end - self._clock()
-        if left <= 0:
-            raise TimeoutError("the time allowed for this run is over")
-        return left
 
 
 class Job(ABC):
@@ -65,17 +35,15 @@ class Job(ABC):
         """Compute the answers in this process, piece by piece, so that it needs little memory."""
 
     @abstractmethod
-    def run(self, client: Client, step: Callable[[str], None], deadline: Deadline) -> Answers:
+    def run(self, client: Client, step: Callable[[str], None]) -> Answers:
         """Compute the answers on a cluster.
 
         Parameters
         ----------
         client
-            Of the cluster.
+            Of the cluster. If it is closed meanwhile, this method ends with an exception.
         step
             Told in a few words what is being done.
-        deadline
-            Raises TimeoutError out of this method when it has passed.
         """
 
 

@@ -187,6 +187,11 @@ class ClusterView:
         Seconds between two looks; in a terminal also between two pictures.
     every
         Seconds between two lines, where the console is no terminal.
+
+    Attributes
+    ----------
+    states
+        The workers when last looked at.
     """
 
     def __init__(
@@ -205,6 +210,7 @@ class ClusterView:
         self._interval = interval
         self._every = every
         self._step = ""
+        self.states: list[WorkerState] = []
         self._started = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpuspill-demo-view", daemon=True)
@@ -228,7 +234,7 @@ class ClusterView:
         self._thread.join()
 
     def _look(self) -> tuple[str, list[WorkerState], Rates]:
-        states = cast("list[WorkerState]", self._client.run_on_scheduler(observe))
+        states = self.states = cast("list[WorkerState]", self._client.run_on_scheduler(observe))
         now = time.monotonic()
         title = f"{self._title} | {now - self._started:.0f} s | {self._step}"
         return title, states, self._meter.update(now, states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -11,12 +12,12 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, Future, LocalCluster
 from rich.console import Console
 
 from gpuspill.demo.arrays import ArrayJob
 from gpuspill.demo.flights import FlightsJob, _in_order, load_part, load_tables
-from gpuspill.demo.jobs import Answers, Deadline, Job, differences
+from gpuspill.demo.jobs import Answers, Job, differences
 from gpuspill.demo.run import FULL, QUICK, Size, demonstrate, make_jobs
 from gpuspill.demo.view import ClusterView, Rates, WorkerState, _Meter, draw, line
 from gpuspill.errors import ConfigError
@@ -120,17 +121,6 @@ def test_the_view_survives_failing_looks_and_ends_with_its_block(terminal: bool)
     assert "job on arm" in text
     assert "sorting" in text
     assert not any(thread.name == "gpuspill-demo-view" for thread in threading.enumerate())
-
-
-def test_a_deadline_passes() -> None:
-    now = [10.0]
-    deadline = Deadline(5.0, clock=lambda: now[0])
-    assert deadline.remaining() == 5.0
-    now[0] = 14.0
-    assert deadline.remaining() == 1.0
-    now[0] = 15.0
-    with pytest.raises(TimeoutError):
-        deadline.remaining()
 
 
 FRAME = pd.DataFrame({"n": [1, 2], "x": [0.5, np.nan]}, index=pd.Index(["a", "b"], name="key"))
@@ -241,15 +231,9 @@ def client() -> Iterator[Client]:
 def test_jobs_give_the_expected_answers(flights: FlightsJob, client: Client) -> None:
     for job in (flights, ArrayJob(blocks=3, block=50)):
         steps: list[str] = []
-        found = job.run(client, steps.append, Deadline(120))
+        found = job.run(client, steps.append)
         assert differences(job.reference(), found) == []
         assert len(steps) > 2
-
-
-@pytest.mark.cluster
-def test_a_job_ends_at_its_deadline(client: Client) -> None:
-    with pytest.raises(TimeoutError):
-        ArrayJob(blocks=2, block=50).run(client, lambda step: None, Deadline(0.0))
 
 
 TINY = Size(
@@ -296,20 +280,34 @@ class WrongJob(ArrayJob):
 
 
 class FailingJob(ArrayJob):
-    def run(self, client: Client, step: Callable[[str], None], deadline: Deadline) -> Answers:
-        raise TimeoutError
+    def run(self, client: Client, step: Callable[[str], None]) -> Answers:
+        raise RuntimeError("of its own making")
+
+
+class EndlessJob(ArrayJob):
+    def run(self, client: Client, step: Callable[[str], None]) -> Answers:
+        # Nobody computes this key. What ends the wait is that the client is closed.
+        return cast("Answers", Future("nowhere", client).result())
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("kind", "told"), [(WrongJob, "WRONG"), (FailingJob, "not finished within 120 s, given up")], ids=["wrong", "slow"]
+    ("kind", "told"),
+    [
+        (WrongJob, "answers WRONG"),
+        (FailingJob, "RuntimeError: of its own making"),
+        (EndlessJob, "not finished within 1 s, given up"),
+    ],
+    ids=["wrong", "failing", "endless"],
 )
 def test_wrong_and_unfinished_jobs_are_told(kind: type[Job], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuspill.demo.run.ArrayJob", kind)
-    (outcome,), text = table_of(TINY, "nospill", "array")
+    size = dataclasses.replace(TINY, timeout=1.0 if kind is EndlessJob else 120.0)
+    (outcome,), text = table_of(size, "nospill", "array")
     assert not outcome.good
     assert told in text
     assert ("array on nospill: symmetric:" in text) is (kind is WrongJob)
+    assert not any(thread.name == "gpuspill-demo-job" for thread in threading.enumerate())
 
 
 def test_unusable_jobs(tmp_path: Path) -> None:
