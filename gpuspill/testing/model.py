@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from gpuspill.core.budget import Kind, Reservation
 from gpuspill.core.policy import Order
@@ -84,7 +85,7 @@ class Model:
         self.limit = limit
         self.disk_limit = disk_limit
         self.keep_clean = keep_clean
-        self.overruns = 0
+        self.counts = Counter[str]()
         self.events = 0
         self._seen: set[int] = set()
 
@@ -172,6 +173,9 @@ class Model:
                 assert value.disk, f"dropped the only copy of {pid}"
                 assert pid not in self.held, f"dropped {pid}, which is held: nothing was freed"
                 evicted.append(pid)
+                if pid != written:
+                    self.counts["clean_drops"] += 1
+                    self.counts["clean_dropped_nbytes"] += value.nbytes
         for pid in effects.deleted:
             value = values[pid]
             assert value.disk, f"deleted a record that does not exist: {pid} {value}"
@@ -221,13 +225,15 @@ class Model:
             if not reservation.overrun:
                 assert self.limit is None or committed <= self.limit, f"granted {committed} of {self.limit} bytes"
                 continue
-            self.overruns += 1
+            self.counts["overruns"] += 1
             assert self.limit is not None
             assert committed > self.limit, "counted as an overrun, but it fits"
             assert not self.where(lambda value: value.move == "down"), "an overrun, although a spill makes room"
             left = self.where(lambda value: value.candidate)
             assert not left, f"an overrun, although {left} could go"
         assert [r for r in order if r is not asked] == told, "told in another order than granted"
+        if asked is not None and not asked.granted:
+            self.counts["waits"] += 1
         if self.waiting:
             assert self.limit is not None, "waits without a limit"
             assert self.where(lambda value: value.movable or value.move == "down"), "waits for nothing"
@@ -270,7 +276,9 @@ class Model:
         spilled = [value.nbytes for value in values if value.state is State.SPILLED]
         assert (state.spilled, state.spilled_nbytes) == (len(spilled), sum(spilled))
         assert state.unspillable == sum(value.unspillable for value in values)
-        assert state.counters.overruns == self.overruns
+        counters = asdict(state.counters)
+        del counters["records_reclaimed"]  # which of several, and so how many, is the state's choice
+        assert counters == {name: self.counts[name] for name in counters}
         assert list(state.memory.waiters()) == self._line()
         for reservation, promise in self.promises.items():
             assert (reservation.granted, reservation.nbytes) == (promise.granted, promise.nbytes)

@@ -182,6 +182,8 @@ class Oracle(Model):
         self.state.complete_spill(pid, nbytes)
         value = self.values[pid]
         value.move, value.disk, value.record = "", True, nbytes
+        self.counts["spills"] += 1
+        self.counts["spilled_nbytes"] += value.nbytes
         self._judge(written=pid)
 
     def fail_spill(self, pid: int, *, forever: bool) -> None:
@@ -190,6 +192,7 @@ class Oracle(Model):
         value = self.values[pid]
         value.move, value.record = "", 0
         value.unspillable = forever
+        self.counts["spill_failures"] += 1
         value.blocked = value.barred = not forever
         self._judge()
 
@@ -232,6 +235,7 @@ class Oracle(Model):
         if begun:
             assert value.state is State.SPILLED, value
             value.move = "up"
+            self.counts["prefetches"] += 1
             excess = self.excess()
             assert excess is None or excess <= 0, "a prefetch took room that others need"
         for other in self._judge(more=0 if begun else value.nbytes):
@@ -245,6 +249,8 @@ class Oracle(Model):
         self.state.complete_restore(pid)
         value = self.values[pid]
         value.move, value.memory = "", True
+        self.counts["restores"] += 1
+        self.counts["restored_nbytes"] += value.nbytes
         self._judge()
 
     def fail_restore(self, pid: int, *, lost: bool) -> None:
@@ -252,6 +258,8 @@ class Oracle(Model):
         self.state.fail_restore(pid, lost=lost)
         value = self.values[pid]
         value.move, value.lost = "", lost
+        self.counts["restore_failures"] += 1
+        self.counts["lost"] += lost
         self._judge()
         if pid in self.values and lost:
             assert not value.disk

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import defaultdict
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -311,7 +312,7 @@ def test_no_event_costs_more_with_more_values(states):
             spill(state)
             state.take_effects()
 
-    lines = {count: count_lines(lambda: round_of_events(states[count], 7)) for count in states}
+    lines = {count: count_lines(partial(round_of_events, state, 7)) for count, state in states.items()}
     assert lines[MANY] < 2 * lines[100], lines
     for state in states.values():
         state.validate()

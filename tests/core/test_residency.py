@@ -1,4 +1,4 @@
-"""Every state with every event: what the contract allows leads to the named state, all else is refused and changes nothing."""
+"""Every state with every event: what the contract allows leads to the named state, all else changes nothing."""
 
 import itertools
 import re
@@ -89,7 +89,6 @@ def test_every_event_in_every_state(state: State, pins: int) -> None:
         if becomes is None:
             with pytest.raises(InvalidTransition):
                 getattr(residency, event)(*arguments)
-                pytest.fail(f"allowed: {what}")
             assert snapshot(residency) == before, what
             continue
         getattr(residency, event)(*arguments)
