@@ -48,8 +48,8 @@ _UNITS = frozenset({"seconds", "bytes", "count"})
 class Metrics:
     """Adds up what a manager reports, and passes it on to what is metered in the current context.
 
-    That is the task or the transfer on whose behalf the work was done. Thread-safe; called in the thread that did the
-    work.
+    Only what ``SpillBuffer`` has too; a store knows more about itself, see its statistics. What is metered is the task or
+    the transfer on whose behalf the work was done. Thread-safe; called in the thread that did the work.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Metrics:
         if label in LABELS and unit in _UNITS:
             with self._lock:
                 self._totals[label, unit] += value
-        context_meter.digest_metric(label, value, unit)
+            context_meter.digest_metric(label, value, unit)
 
     def add(self, totals: Mapping[tuple[str, str], float]) -> None:
         """Go on from the totals of a store that this one takes over from, so that no counter goes back."""

@@ -30,7 +30,7 @@ def test_metrics_add_up_and_reach_the_context():
         metrics("disk-read", 3, "count")
         metrics("checksum", 1.0, "seconds")
     assert metrics.totals() == {("disk-read", "count"): 5}
-    assert seen == [("disk-read", 2, "count"), ("disk-read", 3, "count"), ("checksum", 1.0, "seconds")]
+    assert seen == [("disk-read", 2, "count"), ("disk-read", 3, "count")]
     metrics.add({("disk-read", "count"): 10, ("compress", "seconds"): 0.5})
     assert metrics.totals() == {("disk-read", "count"): 15, ("compress", "seconds"): 0.5}
 
