@@ -49,7 +49,7 @@ from gpuspill.distributed.jobs import Job, granted
 from gpuspill.distributed.sending import Parcel, pack
 from gpuspill.distributed.views import LostValue, Poison, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
-from gpuspill.errors import DataLostError
+from gpuspill.errors import DataLostError, ManagerClosed
 
 if TYPE_CHECKING:
     from gpuspill.distributed.attachment import Attachment
@@ -124,6 +124,10 @@ def spilling_class(base: Any) -> Any:
             self.transfer_outgoing_count += 1
             try:
                 parcel = await _pack(self, comm, keys, who, _form_for(comm, serializers))
+            except ManagerClosed:
+                # This worker is being closed. Whoever asks has to take it for gone: a task that is told of an error fails.
+                comm.abort()
+                return Status.dont_reply
             finally:
                 self.transfer_outgoing_count -= 1
             # Those that were given up meanwhile are not here any more for distributed, which looks up their sizes.

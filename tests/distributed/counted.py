@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections import Counter
 from contextlib import asynccontextmanager
 
 import dask
 import numpy as np
-from distributed import Client, Scheduler, Security, Worker
-from distributed.utils_test import NO_AMM
+from distributed import Client, Scheduler, Security, Worker, wait
+from distributed.utils_test import NO_AMM, async_poll_for
 
 import gpuspill
-from tests.distributed.clusters import at_rest
+from tests.distributed.clusters import all_spilled, at_rest
 
 #: What happened to all :class:`Counted` of this process.
 COUNTS: Counter[str] = Counter()
+
+NBYTES = 80_000
 
 
 class Counted:
@@ -49,6 +52,25 @@ def residency(worker):
     statistics = worker.data.statistics()
     names = "host_keys disk_keys host_nbytes disk_nbytes spills restores hits misses prefetches deserialize_seconds"
     return {name: getattr(statistics, name) for name in names.split()}
+
+
+async def spilled(c, *workers, n=1, nbytes=NBYTES):
+    """Compute `n` values on the first worker and spill them."""
+    xs = [c.submit(Counted, nbytes, i + 1, workers=[workers[0].address], key=f"x-{i}") for i in range(n)]
+    await wait(xs)
+    async with asyncio.timeout(10):
+        # The thread that made a value may hold it for a moment.
+        while workers[0].data.statistics().disk_keys < n:
+            await all_spilled(*workers)
+    COUNTS.clear()
+    return xs
+
+
+async def acquired(s, worker, xs):
+    """Make a worker fetch values, and wait until the scheduler knows."""
+    s.request_acquire_replicas(worker.address, [x.key for x in xs], stimulus_id="test")
+    ws = s.workers[worker.address]
+    await async_poll_for(lambda: all(ws in s.tasks[x.key].who_has for x in xs), timeout=10)
 
 
 async def quiet(worker):

@@ -16,11 +16,21 @@ from distributed.utils_test import async_poll_for, gen_test
 from gpuspill.distributed.wire import Wire, real_type
 from gpuspill.serialization import Encoded
 from tests.distributed.clusters import all_spilled, spilling
-from tests.distributed.counted import COUNTS, Counted, certificate, pair, quiet, residency, total
+from tests.distributed.counted import (
+    COUNTS,
+    NBYTES,
+    Counted,
+    acquired,
+    certificate,
+    pair,
+    quiet,
+    residency,
+    spilled,
+    total,
+)
 
 pytestmark = pytest.mark.cluster
 
-NBYTES = 80_000
 SIZE = sizeof(Counted(NBYTES))
 
 
@@ -37,23 +47,6 @@ def network(request, tmp_path):
             pytest.skip("needs the openssl command to make a certificate")
         return {"protocol": "tls", "security": certificate(tmp_path)}
     return {"protocol": request.param}
-
-
-async def spilled(c, *workers, n=1, nbytes=NBYTES):
-    """Compute `n` values on the first worker and spill them."""
-    xs = [c.submit(Counted, nbytes, i + 1, workers=[workers[0].address], key=f"x-{i}") for i in range(n)]
-    await wait(xs)
-    await all_spilled(*workers)
-    assert workers[0].data.statistics().disk_keys == n
-    COUNTS.clear()
-    return xs
-
-
-async def acquired(s, worker, xs):
-    """Make a worker fetch values, and wait until the scheduler knows."""
-    s.request_acquire_replicas(worker.address, [x.key for x in xs], stimulus_id="test")
-    ws = s.workers[worker.address]
-    await async_poll_for(lambda: all(ws in s.tasks[x.key].who_has for x in xs), timeout=10)
 
 
 # -- between workers -------------------------------------------------------------------------------
