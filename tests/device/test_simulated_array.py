@@ -9,6 +9,7 @@ import pytest
 from gpuspill import simulated
 from gpuspill.device.base import OutOfMemory, UnorderedAccess, UseAfterFree
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
+from gpuspill.simulated.launch import launch
 
 
 @pytest.fixture(autouse=True)
@@ -369,6 +370,21 @@ def test_a_view_may_be_taken_of_memory_that_is_not_there_yet(device):
     device._schedule.violations = 0  # they were meant
 
 
+@pytest.mark.parametrize(
+    "compute", [lambda a: a + 1, lambda a: a.sum(axis=0), lambda a: np.exp(a), lambda a: a[[0, 1]]]
+)
+def test_copying_a_result_has_to_be_ordered_after_its_computation(compute, host, device):
+    array = asarray(host)
+    result = compute(array)
+    stream, buffer = device.stream("to_host"), bytearray(result.nbytes)
+    with pytest.raises(UnorderedAccess, match="'default'"):
+        device.copy_to_host(result.allocation, buffer, stream)
+    stream.wait(device.current_stream().record())
+    device.copy_to_host(result.allocation, buffer, stream).wait()
+    assert buffer == asnumpy(result).tobytes()
+    device._schedule.violations = 0  # it was meant
+
+
 def test_memory_is_freed_with_the_last_array(device):
     array = asarray(np.zeros(100))
     view = array[50:]
@@ -388,6 +404,16 @@ def test_results_are_charged_what_they_hold(device):
     results = [array.sum(axis=0), array[array == 1], array[:, [0]], np.unique(array)]
     assert device.statistics().live_bytes - before == sum(result.nbytes for result in results)
     assert all(result.allocation.storage.nbytes == result.nbytes for result in results)
+
+
+@pytest.mark.parametrize("part", [lambda a: (a + 1)[1:3], lambda a: (a + 1)[:, ::2], lambda a: (a + 1).T[0]])
+def test_a_result_that_is_part_of_something_larger_keeps_its_part_only(part, host, device):
+    result = launch(simulated.Array, part, (asarray(host),), {}, what="part")
+    np.testing.assert_array_equal(asnumpy(result), part(host))
+    memory = result.allocation.storage
+    while memory.base is not None:
+        memory = memory.base
+    assert memory.nbytes == result.nbytes == result.allocation.nbytes
 
 
 def test_running_out_of_memory(device):

@@ -290,6 +290,14 @@ def test_a_computation_has_the_bytes_of_the_copies_it_is_ordered_after(timed):
     event.wait()
 
 
+def test_a_computation_that_only_reads_does_not_wait_for_a_copy_that_does_too(timed):
+    allocation = filled(timed, bytes(100))
+    timed.copy_to_host(allocation, bytearray(100), timed.stream("to_host"))
+    timed.kernels.launch("work", [allocation], [], 0)
+    assert timed.clock.now() == 0
+    timed.synchronize()
+
+
 def test_changing_the_source_of_a_copy_is_found_out(timed):
     allocation = timed.allocate(100)
     for change in (0, 50, 99):
