@@ -194,7 +194,7 @@ class SpillEvents:
 
     def insert(self, c: Choices) -> None:
         """Store a new value, under a new key or over an old one."""
-        self.oracle.insert(c.key, c.size)
+        self.oracle.insert(c.key, c.size, spillable=c.j % 8 != 7)
 
     def insert_below(self, c: Choices) -> None:
         """A value enters that is on disk already."""
@@ -397,8 +397,19 @@ class SpillEvents:
         oracle.refused(TypeError, lambda: state.alias([], pid))  # type: ignore[arg-type]
 
 
+def _failure(start: tuple[Any, ...], events: Sequence[tuple[str, Choices]]) -> tuple[int, Exception] | None:
+    """Run the events; return how many it took to fail, and how, or None."""
+    machine = SpillEvents(limit=start[0], disk_limit=start[1], keep_clean=start[2])
+    for n, (event, choices) in enumerate(events):
+        try:
+            machine.do(event, choices)
+        except Exception as error:
+            return n + 1, error
+    return None
+
+
 def walk(steps: int, *, seed: int, per_example: int = 200) -> Steps:
-    """Do so many random events: faster than Hypothesis and evenly spread, but what fails is not made short.
+    """Do so many random events: faster than Hypothesis and evenly spread.
 
     Parameters
     ----------
@@ -417,27 +428,43 @@ def walk(steps: int, *, seed: int, per_example: int = 200) -> Steps:
     Raises
     ------
     AssertionError
-        With the events that led there as a note.
+        With a short list of events that lead there as a note.
     """
     count = Steps()
+    names, weights = zip(*SpillEvents.WEIGHTS.items(), strict=True)
     while count.done < steps:
         chance = random.Random(f"{seed} {count.done}")
-        names, weights = zip(*SpillEvents.WEIGHTS.items(), strict=True)
         start = chance.choice(LIMITS), chance.choice([None, *LIMITS]), chance.random() < 0.7
-        events = SpillEvents(limit=start[0], disk_limit=start[1], keep_clean=start[2])
-        done: list[tuple[str, Choices]] = []
+        events = []
         for event in chance.choices(names, weights, k=per_example):
             i, j = chance.randrange(64), chance.randrange(64)
             sizes = chance.choice(SIZES), chance.choice(SIZES)
-            choices = Choices(i, j, *sizes, chance.choice(KEYS), chance.random() < 0.5)
-            done.append((event, choices))
-            count.done += 1
-            try:
-                events.do(event, choices)
-            except Exception as error:
-                error.add_note(f"limit, disk limit and clean copies: {start}; then\n" + "\n".join(map(str, done)))
-                raise
+            events.append((event, Choices(i, j, *sizes, chance.choice(KEYS), chance.random() < 0.5)))
+        failed = _failure(start, events)
+        if failed is not None:
+            error, events = _shorten(start, events[: failed[0]], failed[1])
+            error.add_note(f"limit, disk limit, clean copies: {start}; then\n" + "\n".join(map(str, events)))
+            raise error
+        count.done += per_example
     return count
+
+
+def _shorten(
+    start: tuple[Any, ...], events: list[tuple[str, Choices]], error: Exception
+) -> tuple[Exception, list[tuple[str, Choices]]]:
+    """Leave out events, many at once and then one by one, as long as it still fails."""
+    size = len(events) // 2
+    while size:
+        at = 0
+        while at < len(events):
+            fewer = events[:at] + events[at + size :]
+            failed = _failure(start, fewer)
+            if failed is not None:
+                events, error = fewer[: failed[0]], failed[1]
+            else:
+                at += size
+        size //= 2
+    return error, events
 
 
 class SpillStateMachine(RuleBasedStateMachine):

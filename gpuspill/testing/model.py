@@ -111,10 +111,14 @@ class Model:
         """Bytes of records."""
         return sum(value.record for value in self.values.values())
 
+    def needed(self) -> list[Reservation]:
+        """Return those who wait and for whom room is made: all tasks, and the first of the transfers."""
+        tasks = [r for r in self.waiting if r.kind is Kind.TASK]
+        return tasks + [r for r in self.waiting if r.kind is Kind.TRANSFER][:1]
+
     def demand(self) -> int:
-        """Bytes that those who wait need: all tasks, and the first of the transfers."""
-        nbytes = [self.promises[r].nbytes for r in self.waiting if r.kind is Kind.TASK]
-        return sum(nbytes + [self.promises[r].nbytes for r in self.waiting if r.kind is Kind.TRANSFER][:1])
+        """Bytes that they need."""
+        return sum(self.promises[reservation].nbytes for reservation in self.needed())
 
     def excess(self) -> int | None:
         """Bytes still to be chosen for eviction; None without a limit."""

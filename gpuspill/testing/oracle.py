@@ -62,10 +62,10 @@ class Oracle(Model):
 
     # -- ownership -----------------------------------------------------------------------------------
 
-    def insert(self, key: Hashable, nbytes: int) -> int:
+    def insert(self, key: Hashable, nbytes: int, *, spillable: bool = True) -> int:
         """See :meth:`SpillState.insert`."""
-        pid = self.state.insert(key, nbytes)
-        self._enter(key, pid, ModelValue(nbytes))
+        pid = self.state.insert(key, nbytes, spillable=spillable)
+        self._enter(key, pid, ModelValue(nbytes, unspillable=not spillable))
         self._judge()
         assert self.values[pid].memory, "a value that was just stored is not in memory"
         return pid
@@ -153,14 +153,14 @@ class Oracle(Model):
         assert not victim.barred, f"{victim} was to be left alone until the next retry"
         assert pid not in self.held, f"{victim} is held, spilling it frees nothing"
         assert not victim.disk, f"{victim} has a record, writing it again is a waste"
+        victim.move = "down"
+        self._judge(chosen=pid)
         use = self.next_use(pid)
         if use is not None:
             for other in self.where(lambda value: value.candidate):
                 others = self.next_use(other)
                 assert others is not None, f"{pid} is used at {use}, {other} never"
                 assert others <= use, f"{pid} is used at {use}, {other} only at {others}"
-        victim.move = "down"
-        self._judge(chosen=pid)
         return pid
 
     def reserve_record(self, pid: int, nbytes: int) -> bool:
@@ -193,7 +193,7 @@ class Oracle(Model):
         value.move, value.record = "", 0
         value.unspillable = forever
         self.counts["spill_failures"] += 1
-        value.blocked = value.barred = not forever
+        value.blocked = value.barred = not forever and not value.pins  # the last unpin makes it a candidate
         self._judge()
 
     def correct_size(self, pid: int, nbytes: int) -> None:
@@ -231,17 +231,20 @@ class Oracle(Model):
         value = self.values[pid]
         uses = {other: self.next_use(other) for other in self.values}
         clean = {other for other in self.values if self.values[other].state is State.CLEAN}
+        others = self.needed()
         begun = self.state.begin_prefetch(pid, order)
         if begun:
             assert value.state is State.SPILLED, value
             value.move = "up"
             self.counts["prefetches"] += 1
-            excess = self.excess()
-            assert excess is None or excess <= 0, "a prefetch took room that others need"
         for other in self._judge(more=0 if begun else value.nbytes):
             use = uses[other]
             assert other in clean
             assert use is None or use > order, f"{other}, which is used at {use}, went for one used at {order}"
+        if begun and self.limit is not None:
+            needed = sum(self.promises[r].nbytes for r in others if not r.granted)
+            taken = self.used + self.reserved + self.offset - self.leaving
+            assert taken + needed <= self.limit, "a prefetch took room that others need"
         return begun
 
     def complete_restore(self, pid: int) -> None:
