@@ -159,7 +159,8 @@ class Attachment:
 
     def _accounted(self) -> int:
         statistics = self.store.statistics()
-        return statistics.host_nbytes + statistics.reserved_nbytes
+        # What is being sent has a bound of its own, and nothing should have to make room for it.
+        return statistics.host_nbytes + statistics.reserved_nbytes + self.window.used
 
     def _evicted(self) -> int:
         statistics = self.store.statistics()

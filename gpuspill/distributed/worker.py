@@ -125,7 +125,7 @@ def spilling_class(base: Any) -> Any:
             try:
                 parcel = await _pack(self, comm, keys, who, _form_for(comm, serializers))
             except ManagerClosed:
-                # This worker is being closed. Whoever asks has to take it for gone: a task that is told of an error fails.
+                # This worker is being closed. Whoever asks has to take it for gone; by an error its task would fail.
                 comm.abort()
                 return Status.dont_reply
             finally:
