@@ -159,8 +159,17 @@ class Attachment:
 
     def _accounted(self) -> int:
         statistics = self.store.statistics()
-        # What is being sent has a bound of its own, and nothing should have to make room for it.
-        return statistics.host_nbytes + statistics.reserved_nbytes + self.window.used
+        return statistics.host_nbytes + statistics.reserved_nbytes + self._for_sending()
+
+    def _for_sending(self) -> int:
+        """Bytes that are being sent, and those that were and wait to be used again, for which nothing is evicted.
+
+        That is no more than what leaves the process well below the point at which distributed pauses the worker.
+        """
+        pool = self.store.pool
+        idle = 0 if pool is None else pool.statistics().idle_nbytes
+        limit = self.thresholds.memory_limit
+        return min(self.window.used + idle, SENDING_NBYTES, limit // 20 if limit else SENDING_NBYTES)
 
     def _evicted(self) -> int:
         statistics = self.store.statistics()
