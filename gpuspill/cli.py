@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -74,12 +74,12 @@ def bench() -> None:
     """Measure gpuspill beside stock spilling, in turns, on this machine."""
 
 
-def _arms_option(default: str) -> Callable[[F], F]:
+def _arms_option(default: str, choices: str = "stock, gpuspill, nospill") -> Callable[[F], F]:
     return click.option(
         "--arms",
         default=default,
         show_default=True,
-        help="What to run, in this order: stock, gpuspill, nospill.",
+        help=f"What to run, in this order: {choices}.",
     )
 
 
@@ -182,6 +182,58 @@ def keys(arms: str, repeat: int, sizes: str, value: int, json_path: Path | None)
             f"{sizes!r} is no list of numbers; write it like 1000,10000", param_hint="--sizes"
         ) from None
     _finish(benchmark(Keys(numbers, value), arms, repeat, progress=_progress), json_path)
+
+
+@bench.command()
+@_arms_option("stock,gpuspill,memory", "stock, gpuspill, memory")
+@_repeat_option(5)
+@click.option("--limit", type=SIZE, default="1GiB", show_default=True, help="Memory of the sender.")
+@click.option("--ratio", type=float, default=3.0, show_default=True, help="Size of the data divided by the limit.")
+@click.option("--chunk", type=SIZE, default="16MiB", show_default=True, help="Size of a value.")
+@click.option(
+    "--peer",
+    type=click.Choice(["enough", "limited"]),
+    default="enough",
+    show_default=True,
+    help="Whether the peer has memory for everything, or as much as the sender.",
+)
+@click.option("--nthreads", type=click.IntRange(min=1), default=1, show_default=True)
+@JSON_OPTION
+def transfer(
+    arms: str,
+    repeat: int,
+    limit: int,
+    ratio: float,
+    chunk: int,
+    peer: Literal["enough", "limited"],
+    nthreads: int,
+    json_path: Path | None,
+) -> None:
+    """Let a worker with more data than memory hand all of it to a peer."""
+    from gpuspill.bench.transfer import Transfer, benchmark
+
+    job = Transfer(limit=limit, ratio=ratio, chunk=chunk, threads=nthreads, peer=peer)
+    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+
+
+@bench.command()
+@_arms_option("stock,gpuspill,nospill")
+@_repeat_option(5)
+@click.option("--limit", type=SIZE, default="1GiB", show_default=True, help="Memory of each of the two workers.")
+@click.option(
+    "--ratio", type=float, default=2.6, show_default=True, help="Size of the array divided by the memory of both."
+)
+@click.option("--chunk", type=SIZE, default="16MiB", show_default=True, help="Size of a block.")
+@click.option("--nthreads", type=click.IntRange(min=1), default=1, show_default=True)
+@JSON_OPTION
+def transpose(
+    arms: str, repeat: int, limit: int, ratio: float, chunk: int, nthreads: int, json_path: Path | None
+) -> None:
+    """Persist a random array larger than memory on two workers, then compute (a + a.T).mean()."""
+    from gpuspill.bench.transpose import Transpose, benchmark
+
+    job = Transpose(limit=limit, ratio=ratio, chunk=chunk, threads=nthreads)
+    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
 
 
 def _progress(line: str) -> None:

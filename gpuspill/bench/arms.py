@@ -111,8 +111,15 @@ ARMS: Mapping[str, Arm] = {
 }
 
 
-def parse_arms(names: str | Sequence[str]) -> list[Arm]:
+def parse_arms(names: str | Sequence[str], known: Mapping[str, Arm] = ARMS) -> list[Arm]:
     """Turn ``"stock,gpuspill"`` into arms, in that order.
+
+    Parameters
+    ----------
+    names
+        Separated by commas, or one by one.
+    known
+        What there is to choose among.
 
     Raises
     ------
@@ -122,13 +129,13 @@ def parse_arms(names: str | Sequence[str]) -> list[Arm]:
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     listed = [name for name in listed if name]
     if not listed:
-        raise ConfigError(f"arms: none given; choose among {', '.join(ARMS)}")
+        raise ConfigError(f"arms: none given; choose among {', '.join(known)}")
     for name in listed:
-        if name not in ARMS:
-            raise ConfigError(f"arms: {name!r} is unknown; choose among {', '.join(ARMS)}")
+        if name not in known:
+            raise ConfigError(f"arms: {name!r} is unknown; choose among {', '.join(known)}")
         if listed.count(name) > 1:
             raise ConfigError(f"arms: {name!r} is named twice; use --repeat to run an arm more than once")
-    return [ARMS[name] for name in listed]
+    return [known[name] for name in listed]
 
 
 @contextmanager

@@ -1,0 +1,214 @@
+# mypy: disallow-untyped-calls=False
+"""``transpose``: a random array larger than the memory of two workers is persisted, then ``(a + a.T).mean()``.
+
+Half of all blocks meet one that another worker has: the smallest job in which spilled values have to travel.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import dask
+import dask.array as da
+from dask.utils import format_bytes
+from distributed import wait
+
+from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
+from gpuspill.bench.environment import environment
+from gpuspill.bench.report import Result, Row
+from gpuspill.bench.runner import Metrics, Sample, interleave
+from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
+from gpuspill.errors import ConfigError
+
+__all__ = ["ROWS", "Transpose", "benchmark"]
+
+ROWS = (
+    Row("wall", "wall time", "seconds", compare=True),
+    Row("persist", "  persist", "seconds", compare=True),
+    Row("transpose", "  add the transpose, mean", "seconds", compare=True),
+    Row("cpu", "CPU time of all workers", "seconds", compare=True),
+    Row("stall_longest", "longest loop stall", "milliseconds"),
+    Row("stall_p999", "loop lateness, 99.9 %, worst worker", "milliseconds"),
+    Row("stalls", "stalls over 50 ms", "count"),
+    Row("stalled", "time in stalls", "seconds"),
+    Row("written", "written", "bytes"),
+    Row("written_ratio", "  per byte of data", "ratio"),
+    Row("read", "read back", "bytes"),
+    Row("read_ratio", "  per byte of data", "ratio"),
+    Row("loop_operations", "store I/O on the loop", "count"),
+    Row("peak_memory", "peak resident memory of a worker", "bytes", compare=True),
+    Row("pauses", "workers paused", "count"),
+    Row("correct", "result correct", "yes"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """The job and the cluster it runs on.
+
+    Parameters
+    ----------
+    limit
+        Memory limit of each worker, bytes.
+    ratio
+        Size of the array divided by the memory of all workers.
+    chunk
+        Size of a block, bytes; blocks are square.
+    workers, threads
+        How many workers, and threads in each.
+    timeout
+        Seconds after which a phase counts as failed.
+    seed
+        Of the random numbers.
+
+    Raises
+    ------
+    ConfigError
+        If a size is not positive or a block does not fit into memory.
+    """
+
+    limit: int = 2**30
+    ratio: float = 2.6
+    chunk: int = 16 * 2**20
+    workers: int = 2
+    threads: int = 1
+    timeout: float = 900.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "ratio", "workers", "threads", "timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be larger than 0, got {getattr(self, name)}")
+        if not 8 <= self.chunk <= self.limit:
+            raise ConfigError(f"chunk: must be between 8 bytes and the limit, got {self.chunk}")
+
+    @property
+    def edge(self) -> int:
+        """Length of a block's edge, elements."""
+        return math.isqrt(self.chunk // 8)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks along one axis."""
+        wanted = self.limit * self.workers * self.ratio / (8 * self.edge**2)
+        return max(1, math.ceil(math.sqrt(wanted)))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array, bytes."""
+        return 8 * (self.blocks * self.edge) ** 2
+
+    def parameters(self) -> Mapping[str, Any]:
+        """Return what was asked for, for the record."""
+        return asdict(self) | {"blocks": self.blocks**2, "nbytes": self.nbytes}
+
+    def array(self) -> da.Array:
+        """Return the (lazy) array; the same values every time."""
+        length = self.blocks * self.edge
+        return cast("da.Array", da.random.default_rng(self.seed).random((length, length), chunks=self.edge))
+
+    def reference(self) -> float:
+        """Compute the result in this process, a block at a time: twice the mean of the array."""
+        return 2 * float(self.array().mean().compute(scheduler="synchronous"))
+
+    def run(self, arm: Arm, expected: float) -> Metrics:
+        """Do the job once in fresh worker processes and measure it.
+
+        Raises
+        ------
+        TimeoutError
+            If a phase takes longer than ``timeout``.
+        RuntimeError
+            If a worker was killed and started again meanwhile.
+        """
+        shape = ClusterShape(workers=self.workers, threads=self.threads, memory_limit=self.limit)
+        with (
+            dask.config.set({"distributed.scheduler.active-memory-manager.start": False}),
+            open_cluster(arm, shape, watch=Watch(), silence=logging.CRITICAL) as client,
+        ):
+            for address in client.scheduler_info(n_workers=-1)["workers"]:
+                client.submit(_warm_up, workers=[address], pure=False).result(timeout=self.timeout)
+            before = restart(client)
+            start = time.perf_counter()
+            array = client.persist(self.array())
+            wait(array, timeout=self.timeout)
+            middle = time.perf_counter()
+            result = float(client.compute((array + array.T).mean()).result(timeout=self.timeout))
+            stop = time.perf_counter()
+            after = list(figures(client).values())
+        if set(before.values()) != {figure.pid for figure in after}:
+            raise RuntimeError("a worker was killed and started again during the run")
+        return {
+            "wall": stop - start,
+            "persist": middle - start,
+            "transpose": stop - middle,
+            "correct": math.isclose(result, expected, rel_tol=1e-12),
+        } | self._metrics(after)
+
+    def _metrics(self, workers: list[WorkerFigures]) -> dict[str, float | int | None]:
+        written = sum(figure.store.written_bytes for figure in workers)
+        read = sum(figure.store.read_bytes for figure in workers)
+        return {
+            "cpu": sum(figure.cpu for figure in workers),
+            "stall_longest": max(figure.loop.longest for figure in workers),
+            "stall_p999": max(figure.loop.p999 for figure in workers),
+            "stalls": sum(figure.loop.stalls for figure in workers),
+            "stalled": sum(figure.loop.stalled for figure in workers),
+            "written": written,
+            "written_ratio": written / self.nbytes,
+            "read": read,
+            "read_ratio": read / self.nbytes,
+            "loop_operations": sum(figure.store.loop_operations for figure in workers),
+            "peak_memory": max(max(figure.memory.peak, figure.memory.high_water) for figure in workers),
+            "pauses": sum(figure.pauses for figure in workers),
+        }
+
+
+def _warm_up() -> float:
+    array = da.random.default_rng(0).random((4, 4), chunks=2)
+    return float((array + array.T).mean().compute(scheduler="synchronous"))
+
+
+def benchmark(
+    job: Transpose,
+    arms: str,
+    repeat: int,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Run the job ``repeat`` times on each arm, in turns.
+
+    Parameters
+    ----------
+    job
+        What to run.
+    arms
+        Names of the arms, separated by commas.
+    repeat
+        How many rounds.
+    progress
+        Receives a line after each run.
+
+    Raises
+    ------
+    ConfigError
+        If an arm is unknown. A run that fails does not raise: it is part of the result.
+    """
+    chosen = parse_arms(arms)
+    facts = environment()
+    progress(f"transpose: {job.blocks**2} blocks, {format_bytes(job.nbytes)} in all, computing reference")
+    expected = job.reference()
+
+    def tell(sample: Sample) -> None:
+        if sample.error:
+            progress(f"  run {sample.repeat + 1} {sample.arm}: failed, {sample.error}")
+        else:
+            wall, stall = sample.figure("wall"), sample.figure("stall_longest")
+            progress(f"  run {sample.repeat + 1} {sample.arm}: {wall:.2f} s, longest stall {stall:.3f} s")
+
+    samples = interleave(chosen, repeat, lambda arm, _: job.run(arm, expected), tell)
+    return Result("transpose", dict(job.parameters()) | {"repeat": repeat}, facts, ROWS, samples)
