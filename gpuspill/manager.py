@@ -189,6 +189,10 @@ class ProxifyManager:
         """Whether the value of `key` is in memory and can be handed out at once. KeyError if unknown."""
         return self._restorer.ready(self._ledger.keys[key])
 
+    def tier_of(self, key: Hashable) -> Tier:
+        """Return the fastest tier in which the value of `key` is, decoded or not. KeyError if unknown."""
+        return Tier.HOST if self._ledger.keys[key].residency.resident else Tier.DISK
+
     def nbytes(self, key: Hashable) -> int:
         """Bytes the value of `key` takes in memory, wherever it is. KeyError if unknown."""
         return self._ledger.keys[key].nbytes

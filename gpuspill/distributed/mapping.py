@@ -311,10 +311,9 @@ class _TierView(Mapping[Hashable, object]):
 
     def __contains__(self, key: object) -> bool:
         try:
-            resident = self._store.manager.is_resident(key)
+            return self._store.manager.tier_of(key) is self._tier
         except KeyError:
             return False
-        return resident is (self._tier is Tier.HOST)
 
     def __len__(self) -> int:
         spilled = self._store.manager.spilled_count

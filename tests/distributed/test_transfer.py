@@ -10,12 +10,16 @@ import pytest
 from dask.sizeof import sizeof
 from dask.utils import typename
 from distributed import Client, wait, worker_client
+from distributed.client import FutureCancelledError
 from distributed.protocol import dask_deserialize, dask_serialize
 from distributed.utils_test import async_poll_for, gen_test
 
+from gpuspill.distributed.attachment import SENDING_NBYTES
+from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire, real_type
+from gpuspill.errors import DataLostError
 from gpuspill.serialization import Encoded
-from tests.distributed.clusters import all_spilled, spilling
+from tests.distributed.clusters import all_spilled, attached, spilling
 from tests.distributed.counted import (
     COUNTS,
     NBYTES,
@@ -432,6 +436,49 @@ async def test_shuffle_of_what_another_worker_has(c, s, a, b, method):
     with dask.config.set({"dataframe.shuffle.method": method}):
         got = await c.compute(df.shuffle("k"))
     pd.testing.assert_frame_equal(got.sort_values("v").reset_index(drop=True), frame)
+
+
+# -- what the store says of it ---------------------------------------------------------------------
+
+
+@gen_test()
+async def test_what_is_not_decoded_is_in_memory():
+    async with pair() as (c, s, a, b):
+        xs = await spilled(c, a, n=2)
+        await acquired(s, b, xs)
+        keys = {x.key for x in xs}
+        assert set(b.data.memory) == keys
+        assert all(key in b.data.memory and key not in b.data.disk for key in keys)
+        assert (len(b.data.memory), len(b.data.disk)) == (2, 0)
+        await all_spilled(b)
+        assert set(b.data.disk) == keys
+        assert all(key in b.data.disk and key not in b.data.memory for key in keys)
+        assert not COUNTS
+
+
+@gen_test()
+async def test_bytes_under_way_evict_nothing():
+    async with pair() as (_c, _s, a, _b):
+        attachment = attached(a)
+        before = attachment._accounted()
+        await attachment.window.take(1000)
+        assert attachment._accounted() == before + 1000
+        attachment.window.give_back(1000)
+        await attachment.window.take(10**12)  # goes alone, but not unnoticed
+        assert attachment._accounted() <= before + SENDING_NBYTES
+        attachment.window.give_back(10**12)
+        assert attachment._accounted() == before
+
+
+@pytest.mark.parametrize(("protocol", "error"), [("tcp", DataLostError), ("inproc", FutureCancelledError)])
+@gen_test()
+async def test_word_of_a_loss_is_no_value_for_a_client(protocol, error):
+    """Who cannot be sent something that raises gets nothing, and learns that there is nothing."""
+    async with pair(protocol) as (c, _s, a, _b):
+        x = await c.scatter(np.ones(1000), workers=[a.address], hash=False)
+        a.data[x.key] = LostValue(DataLostError("gone", x.key))
+        with pytest.raises(error):
+            await c.gather(x, direct=True)
 
 
 # -- names of types --------------------------------------------------------------------------------
