@@ -48,8 +48,8 @@ _UNITS = frozenset({"seconds", "bytes", "count"})
 class Metrics:
     """Adds up what a manager reports, and passes it on to what is metered in the current context.
 
-    Only what ``SpillBuffer`` has too; a store knows more about itself, see its statistics. What is metered is the task or
-    the transfer on whose behalf the work was done. Thread-safe; called in the thread that did the work.
+    Only what ``SpillBuffer`` has too; a store knows more about itself, see its statistics. What is metered is the task
+    or the transfer on whose behalf the work was done. Thread-safe; called in the thread that did the work.
     """
 
     def __init__(self) -> None:

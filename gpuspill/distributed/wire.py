@@ -102,7 +102,8 @@ def real_type(type_name: str) -> type:
     Nothing is imported: this runs on the event loop, and a value that is only passed on should not cost an import.
     """
     module_name, _, name = type_name.rpartition(".")
-    found = getattr(sys.modules.get(module_name or "builtins"), name, None)
+    module = sys.modules.get(module_name or "builtins")
+    found = getattr(module, "__dict__", {}).get(name)  # getattr could make a module import what it provides lazily
     if isinstance(found, type):
         return found
     return type(name, (), {"__module__": module_name or "builtins", "__doc__": "Stands for a type that is not loaded."})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from types import ModuleType
 
 import dask
 import numpy as np
@@ -500,6 +502,13 @@ def test_the_name_of_a_type_leads_back_to_it(kind):
 @pytest.mark.parametrize("name", ["no.such.module.Thing", "numpy.NoSuchThing", "numpy.ones", "Thing"])
 def test_a_type_that_is_not_here_keeps_its_name(name):
     assert typename(real_type(name)) == name.removeprefix("builtins.")
+
+
+def test_looking_for_a_type_imports_nothing(monkeypatch):
+    module = ModuleType("lazy_module")
+    module.__getattr__ = lambda name: pytest.fail("asked to import something")
+    monkeypatch.setitem(sys.modules, "lazy_module", module)
+    assert typename(real_type("lazy_module.Thing")) == "lazy_module.Thing"
 
 
 def test_a_wire_says_what_it_is():

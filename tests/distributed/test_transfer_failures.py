@@ -150,6 +150,24 @@ async def test_the_window_bounds_what_is_read():
         await acquired(s, b, xs)
 
 
+@gen_test()
+async def test_a_worker_that_reads_for_others_is_busy():
+    async with pair() as (c, s, a, _b):
+        xs = await spilled(c, a, n=3)
+        a.transfer_outgoing_count_limit = 1  # two on the same host
+        gate = gated_reads(a)
+        rpc = s.rpc(a.address)
+        async with opened(gate):
+            first, second = (asyncio.create_task(rpc.get_data(keys=[x.key])) for x in xs[:2])
+            await arrived(gate, 2)
+            assert await rpc.get_data(keys=[xs[2].key]) == {"status": "busy"}
+            assert not gate.arrived.acquire(blocking=False)  # nothing was read for it
+        # A reader that does not confirm keeps the sender waiting; this one never does.
+        for asked, x in ((first, xs[0]), (second, xs[1])):
+            assert set((await asked)["data"]) == {x.key}
+        await rpc.close_rpc()
+
+
 # -- keys that go while they are read --------------------------------------------------------------
 
 
