@@ -345,5 +345,5 @@ def attach_owner(store: SpillStore) -> None:
         return
     logger.warning(
         "no worker uses the store made by gpuspill.data(). If a worker does that could not be found, its data will "
-        "never be spilled; call gpuspill.attach(worker) on its event loop."
+        "never be spilled; call gpuspill.dask_setup(worker) on its event loop."
     )

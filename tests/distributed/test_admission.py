@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from distributed import Event, Status, wait
@@ -35,8 +37,6 @@ class Peak:
 
 def slow_disk(worker, seconds=0.02):
     """Writing is much slower than computing."""
-    import time
-
     write = worker.data.records.store.write
 
     def slow(header, frames):
@@ -175,6 +175,30 @@ async def test_unspillable_values_stop_nobody(c, s, a):
     futures = [c.submit(Stubborn, pure=False) for _ in range(10)]
     await wait(futures)
     assert await c.submit(lambda xs: len(xs), futures) == 10
+
+
+class SlowToWrite:
+    """Takes longer to serialise than the store waits before it tries again what failed."""
+
+    def __init__(self):
+        self.data = bytes(300_000)
+
+    def __reduce__(self):
+        time.sleep(0.05)
+        return SlowToWrite, (), {"data": self.data}
+
+    def __sizeof__(self):
+        return MB
+
+
+@spilling(limits=("4 MiB",), nthreads=[("", 1)], config={"gpuspill.max-spill": "400 kB"})
+async def test_a_full_disk_stops_nobody(c, s, a):
+    futures = [c.submit(SlowToWrite, pure=False) for _ in range(12)]
+    await wait(futures, timeout=30)
+    statistics = a.data.statistics()
+    assert statistics.disk_keys == 1
+    assert statistics.overruns > 0
+    assert statistics.disk_nbytes <= 400_000
 
 
 @spilling(limits=("8 MiB",), nthreads=[("", 1)])
