@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from gpuspill.manager import ProxifyManager
 
 __all__ = ["Admission"]
+
+logger = logging.getLogger("gpuspill")
 
 
 class Admission:
@@ -124,7 +127,11 @@ class Admission:
             if self._event is not None:
                 self._event.set()
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                # It must not raise; the others, and whoever made the room, have nothing to do with it.
+                logger.exception("a callback of an admission failed")
 
     def release(self) -> None:
         """Undo the pins and give back what is left of the promise. Idempotent; also ends a wait."""

@@ -17,6 +17,9 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("gpuspill.engine")
 
+#: Seconds to wait after an error that should not have happened.
+_AFTER_ERROR = 0.2
+
 
 class Engine:
     """Background threads of one manager.
@@ -26,7 +29,8 @@ class Engine:
     spill_step
         Called again and again by each spill thread. Does one unit of work and returns None, or
         finds nothing to do and returns the seconds to sleep before asking again (``float("inf")``:
-        until :meth:`wake`). Must not raise.
+        until :meth:`wake`). Must not raise; if it does all the same, that is logged, and it is called
+        again later.
     spill_threads, restore_threads
         How many of each. A thread that wants a value may restore it itself, so restore threads
         serve prefetch, transfers and coroutines.
@@ -51,7 +55,8 @@ class Engine:
         self._step = spill_step
         self._name = name
         self._spill_threads = spill_threads
-        self._condition = threading.Condition(threading.Lock())
+        # Re-entrant: allocating in here may run the garbage collector, that a finaliser, and that may wake us again.
+        self._condition = threading.Condition(threading.RLock())
         self._wakes = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -70,13 +75,13 @@ class Engine:
             if self._closed:
                 return
             self._wakes += 1
-            if len(self._threads) < self._spill_threads:
-                for i in range(self._spill_threads):
-                    thread = threading.Thread(
-                        target=self._spill_loop,
-                        name=f"gpuspill-spill-{self._name}-{i}",
-                        daemon=True,
-                    )
+            while len(self._threads) < self._spill_threads:
+                thread = threading.Thread(
+                    target=self._spill_loop,
+                    name=f"gpuspill-spill-{self._name}-{len(self._threads)}",
+                    daemon=True,
+                )
+                if len(self._threads) < self._spill_threads:  # a finaliser may have been here meanwhile
                     self._threads.append(thread)
                     thread.start()
             self._condition.notify_all()
@@ -93,7 +98,12 @@ class Engine:
                 if self._closed:
                     return
                 seen = self._wakes
-            pause = self._step()
+            try:
+                pause = self._step()
+            except Exception:
+                # Must not happen; but without this thread nothing would ever be spilled again, without a word.
+                logger.exception("spilling failed")
+                pause = _AFTER_ERROR
             if pause is None:
                 continue
             with self._condition:
@@ -153,7 +163,8 @@ class Engine:
             self._condition.notify_all()
         for thread in self._threads:
             thread.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # What is queued runs, and finds that the store is closed: somebody waits for each of these.
+        self._pool.shutdown(wait=True)
         if self._reaper_thread is not None:
             self._reaper.put(None)
             self._reaper_thread.join()
