@@ -122,9 +122,14 @@ class ProxifyManager:
             if admission is not None:
                 # The output is about to be charged; its promise must not be charged as well.
                 state.settle(admission.reservation, admission.outputs.pop(key))
-            pid = slots.by_id.get(id(value))
+            pid = slots.find(value)
             if pid is not None:
                 state.alias(key, pid)
+                if state.ledger.entries[pid].residency.state is State.SPILLED:
+                    # It was evicted while somebody held it: here it is again, and nothing has to be read.
+                    state.begin_restore(pid)
+                    slots.attach(pid, value)
+                    state.complete_restore(pid)
             else:
                 pid = state.insert(key, self._sizes.estimate(type(value), nbytes), spillable=spillable)
                 slots[pid] = Slot(key, value, nbytes)
@@ -226,7 +231,8 @@ class ProxifyManager:
             ready = self._restorer.ready(entry)
             value = self._restorer.hit(entry) if ready else None
         if not ready:
-            return self._restorer.bring(key, entry.pid)
+            # Looked up anew: if the key was overwritten meanwhile, the new value is the right one.
+            return self._restorer.bring(key)
         self._observe_hit(entry.nbytes)
         return value
 
@@ -400,14 +406,14 @@ class ProxifyManager:
     ) -> Admission:
         """Under the lock: pin the inputs and queue for room."""
         state = self._metadata.state
-        missing = 0
+        missing: dict[int, int] = {}  # by proxy: several keys may hold one
         pids: dict[Hashable, int] = {}
         for key, entry in entries.items():
             state.pin(entry.pid)
             pids[key] = entry.pid
             if entry.residency.state is State.SPILLED:
-                missing += entry.nbytes
-        reservation = state.reserve(missing + output_nbytes, kind)
+                missing[entry.pid] = entry.nbytes
+        reservation = state.reserve(sum(missing.values()) + output_nbytes, kind)
         admission = Admission(self, reservation, pids, outputs, output_nbytes, self._metadata.clock())
         if not reservation.granted:
             self._metadata.admissions[reservation] = admission
@@ -547,11 +553,10 @@ class ProxifyManager:
         return self._metadata.state.spilled
 
     def set_limit(self, limit: int | None, disk_limit: int | None) -> None:
-        """Change the limits, in bytes; None for no limit."""
+        """Change the limits, in bytes; None for no limit. Without effect after :meth:`close`."""
         with self._metadata as state:
-            state.memory.limit = limit
-            state.disk.limit = disk_limit
-            state.retry()
+            if not self._metadata.closed:
+                state.set_limits(limit, disk_limit)
 
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
@@ -559,18 +564,25 @@ class ProxifyManager:
             state.set_offset(nbytes)
 
     def evict_all(self) -> None:
-        """Spill whatever can be spilled, and wait until it is done. Blocks; for tests and benchmarks."""
+        """Spill whatever can be spilled now, and wait until it is done. Blocks; for tests and benchmarks.
+
+        What somebody holds, or what cannot be written, stays.
+        """
         with self._metadata as state:
+            if self._metadata.closed:
+                return
             limit, disk_limit = state.memory.limit, state.disk.limit
-        self.set_limit(0, disk_limit)
-        while True:
-            with self._metadata as state:
-                busy = len(state.queue) or state.memory.leaving
-            if not busy:
-                break
-            if self._spiller.step() is not None:
-                time.sleep(0.001)  # another thread has the last ones in hand
-        self.set_limit(limit, disk_limit)
+            state.set_limits(-1, disk_limit)  # so that values of no size go as well
+        try:
+            while True:
+                done = self._spiller.step() is not None
+                with self._metadata as state:
+                    if self._metadata.closed or (done and not (state.spilling or state.queue)):
+                        break
+                if done:
+                    time.sleep(0.001)  # another thread has the last ones in hand
+        finally:
+            self.set_limit(limit, disk_limit)
 
     def statistics(self) -> Statistics:
         """Return a snapshot of every number. O(1) but for the waiting line."""

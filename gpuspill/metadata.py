@@ -104,7 +104,7 @@ class Metadata:
                     receipts.append(slot.receipt)
                     slot.receipt = None
             for pid in effects.forgotten:
-                del self.slots[pid]
+                self.slots.forget(pid)
             for reservation in effects.granted:
                 admission = self.admissions.pop(reservation, None)
                 if admission is not None:

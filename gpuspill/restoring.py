@@ -98,7 +98,7 @@ class Restorer:
         """
         slot = self._metadata.slots[pid]
         if slot.lost is not None:
-            raise DataLostError(slot.lost, key)
+            raise _lost(key, slot.lost)
         if slot.restoring is not None:
             return slot.restoring, False
         state = self._metadata.state
@@ -155,18 +155,28 @@ class Restorer:
 
     # -- without the lock ----------------------------------------------------------------------------
 
-    def bring(self, key: Hashable, pid: int, admission: Admission | None = None) -> Any:
+    def bring(self, key: Hashable, pid: int | None = None, admission: Admission | None = None) -> Any:
         """Return the value of a proxy, restoring it in this thread if nobody else does. Blocks.
+
+        Parameters
+        ----------
+        key
+            The key that was asked for.
+        pid
+            The proxy; None for the one that the key holds now.
+        admission
+            The bytes come out of its promise.
 
         Raises
         ------
         KeyError
-            The proxy is gone.
+            The key or the proxy is gone.
         DataLostError, ManagerClosed
             Its value cannot be brought back.
         """
-        with self._metadata:
-            entry = self.entry(key, pid)
+        with self._metadata as state:
+            entry = state.find(key) if pid is None else self.entry(key, pid)
+            pid = entry.pid
             if self.ready(entry):
                 return self.hit(entry)
             future, ours = self._begin(key, pid, admission)
@@ -213,7 +223,7 @@ class Restorer:
             return future.result()
         except DataLostError as error:
             # Many may wait for one future; each gets an error of its own.
-            raise DataLostError(error.message, key) from error
+            raise _lost(key, error.message) from error
 
     def _restore(self, pid: int) -> None:
         """Bring a value back. Whoever calls this began the restore under the lock. Never raises an Exception."""
@@ -227,6 +237,8 @@ class Restorer:
         value = None if ghost is None else ghost()
         if value is None:
             try:
+                if self._metadata.closed:
+                    raise ManagerClosed(f"the store was closed before {slot.key!r} was read")
                 value = self._read(receipt)
             except BaseException as error:
                 self._fail(pid, error)
@@ -289,7 +301,7 @@ class Restorer:
             entry = self.entry(key, pid)
             slot = self._metadata.slots[pid]
             if slot.lost is not None:
-                raise DataLostError(slot.lost, key)
+                raise _lost(key, slot.lost)
             if entry.residency.resident:
                 return slot.value
             receipt, restoring = slot.receipt, slot.restoring
@@ -347,9 +359,13 @@ class Restorer:
             future, slot.restoring = slot.restoring, None
             assert future is not None
             if lost:
-                slot.lost = f"the value of {slot.key!r} is lost: {error}"
-                error = DataLostError(slot.lost, slot.key)
+                slot.lost = str(error)
             state.fail_restore(pid, lost=lost)
         if lost:
-            logger.error("%s", error)
+            logger.error("%s", _lost(slot.key, str(error)))
         future.set_exception(error)
+
+
+def _lost(key: Hashable, reason: str) -> DataLostError:
+    """Return the error for whoever asked for `key`, which may be one of several that held the value."""
+    return DataLostError(f"the value of {key!r} is lost: {reason}", key)

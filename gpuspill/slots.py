@@ -37,15 +37,15 @@ class Slot:
         Its record, if there is one.
     restoring
         The future of a restore or of a decoding in flight: single flight.
-    ghost
-        Weak reference to a value that was evicted while somebody held it.
+    ghost, ghost_id
+        Weak reference to a value that was evicted while somebody held it, and its identity.
     refusals
         How often it was found held when it should have been evicted.
     lost
         Why it is lost, if it is.
     """
 
-    __slots__ = ("ghost", "key", "kind", "lost", "receipt", "refusals", "restoring", "sizeof", "value")
+    __slots__ = ("ghost", "ghost_id", "key", "kind", "lost", "receipt", "refusals", "restoring", "sizeof", "value")
 
     def __init__(self, key: Hashable, value: object, sizeof: int) -> None:
         self.key = key
@@ -55,6 +55,7 @@ class Slot:
         self.receipt: Receipt | None = None
         self.restoring: Future[Any] | None = None
         self.ghost: weakref.ref[Any] | None = None
+        self.ghost_id = 0
         self.refusals = 0
         self.lost: str | None = None
 
@@ -65,6 +66,7 @@ class Slots(dict[int, Slot]):
     def __init__(self) -> None:
         super().__init__()
         self.by_id: dict[int, int] = {}
+        self._ghosts: dict[int, int] = {}
         # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
         slot = Slot(None, object(), 0)
         self._unheld = getrefcount(slot.value)
@@ -74,12 +76,36 @@ class Slots(dict[int, Slot]):
         slot = self.get(pid)
         return slot is not None and type(slot.value) is not Encoded
 
+    def find(self, value: object) -> int | None:
+        """Return the proxy of an object that is in memory, or was evicted while somebody held it."""
+        pid = self.by_id.get(id(value))
+        if pid is None:
+            pid = self._ghosts.get(id(value))
+            if pid is not None:
+                ghost = self[pid].ghost
+                if ghost is None or ghost() is not value:  # that one has died, its address was used again
+                    return None
+        return pid
+
+    def forget(self, pid: int) -> None:
+        """Remove the slot of a proxy that exists no longer; its value was detached before."""
+        self._drop_ghost(pid)
+        del self[pid]
+
+    def _drop_ghost(self, pid: int) -> None:
+        slot = self[pid]
+        if slot.ghost is not None:
+            if self._ghosts.get(slot.ghost_id) == pid:
+                del self._ghosts[slot.ghost_id]
+            slot.ghost = None
+
     def attach(self, pid: int, value: object) -> None:
         """Put a value that was restored or decoded in its slot."""
         slot = self[pid]
         self._unlist(pid, slot.value)
+        self._drop_ghost(pid)
         slot.kind = type(value)
-        slot.value, slot.restoring, slot.ghost, slot.refusals = value, None, None, 0
+        slot.value, slot.restoring, slot.refusals = value, None, 0
         self.by_id[id(value)] = pid
 
     def detach(self, pid: int, entry: Entry | None) -> object:
@@ -88,7 +114,8 @@ class Slots(dict[int, Slot]):
         # Not of bytes: a reader would be given them in the place of the value.
         kept = slot.refusals and entry is not None and type(slot.value) is not Encoded
         if kept and _weakly_referable(slot.value):
-            slot.ghost = weakref.ref(slot.value)
+            slot.ghost, slot.ghost_id = weakref.ref(slot.value), id(slot.value)
+            self._ghosts[slot.ghost_id] = pid
         self._unlist(pid, slot.value)
         value, slot.value = slot.value, None
         return value

@@ -92,8 +92,12 @@ class Spiller:
             else:
                 header, frames = self._serializer.dumps(value)
             raw = len(header) + sum(memoryview(frame).nbytes for frame in frames)
-        except Exception as error:
-            self._fail(pid, error, forever=not isinstance(error, MemoryError | OSError))
+        except BaseException as error:
+            self._fail(
+                pid, error, forever=isinstance(error, Exception) and not isinstance(error, MemoryError | OSError)
+            )
+            if not isinstance(error, Exception):
+                raise
             return
         middle = clock()
         with metadata as state:
@@ -114,9 +118,13 @@ class Spiller:
             return
         try:
             receipt = self._store.write(header, frames)
-        except Exception as error:
+        except BaseException as error:
             del value, frames
-            self._fail(pid, error, forever=not isinstance(error, OSError | MemoryError))
+            self._fail(
+                pid, error, forever=isinstance(error, Exception) and not isinstance(error, OSError | MemoryError)
+            )
+            if not isinstance(error, Exception):
+                raise
             return
         # The frames alias the value; with them alive it would look held by somebody.
         del value, frames
@@ -137,7 +145,7 @@ class Spiller:
             self._observer("disk-write", 1, "count")
             self._observer("disk-write", receipt.nbytes, "bytes")
 
-    def _fail(self, pid: int, error: Exception | None, *, forever: bool) -> None:
+    def _fail(self, pid: int, error: BaseException | None, *, forever: bool) -> None:
         slot = self._metadata.slots[pid]
         if error is not None and forever:
             self._log_once(

@@ -529,6 +529,11 @@ class SpillState:
             return True
         return self.memory.excess() > 0 and bool(self.queue or self._held or self._blocked)
 
+    @property
+    def spilling(self) -> int:
+        """Number of spills in flight."""
+        return self._spilling
+
     def take_effects(self) -> Effects:
         """Return what has to be done outside, once."""
         effects = self._effects
