@@ -248,7 +248,7 @@ def asindex(array, indices):
     return np.asarray(indices, like=array) if isinstance(array, simulated.Array) else np.asarray(indices)
 
 
-@pytest.mark.parametrize(
+in_place = pytest.mark.parametrize(
     "change",
     [
         lambda a: a.__setitem__(0, 5),
@@ -269,6 +269,9 @@ def asindex(array, indices):
         lambda a: np.putmask(a, a > 0.5, 0),
     ],
 )
+
+
+@in_place
 def test_changes_in_place_are_numpys(change, host):
     array, other = asarray(host), host.copy()
     memory = array.allocation
@@ -276,6 +279,24 @@ def test_changes_in_place_are_numpys(change, host):
     change(other)
     np.testing.assert_array_equal(asnumpy(array), other)
     assert array.allocation is memory
+
+
+@in_place
+def test_changing_what_is_being_copied_is_found_out(change, host, device):
+    array = asarray(host)
+    event = device.copy_to_host(array.allocation, bytearray(array.nbytes), ordered(device.stream("to_host"), device))
+    _ = array + 1  # looking is no harm
+    with pytest.raises(UnorderedAccess):
+        change(array)
+    event.wait()
+    change(array)
+    device._schedule.violations = 0  # it was meant
+
+
+def ordered(stream, device):
+    """Order a stream after all computations so far."""
+    stream.wait(device.current_stream().record())
+    return stream
 
 
 def test_what_is_given_as_out_is_returned():
@@ -509,8 +530,9 @@ def test_copies_have_memory_of_their_own(host, device):
     assert device.statistics().bytes_to_host == before + 4 * array.nbytes  # by asnumpy only
 
 
-def test_frames_alias_the_memory(host, device):
-    array = asarray(host)[1:4, ::3]
+@pytest.mark.parametrize("key", [np.s_[1:4, ::3], np.s_[::-1], np.s_[4:1:-1, ::-2], np.s_[2, 3], np.s_[:, :0]])
+def test_frames_alias_the_memory(key, host, device):
+    array = asarray(host)[key]
     header, (frame,) = simulated.to_frames(array)
     assert frame.allocation is array.allocation
     assert (frame.dtype, frame.ndim) == (np.uint8, 1)
@@ -518,5 +540,5 @@ def test_frames_alias_the_memory(host, device):
     assert (frame.offset, frame.nbytes) == (low, high - low)
     moved = asarray(asnumpy(frame))
     rebuilt = simulated.from_frames(header, [moved])
-    np.testing.assert_array_equal(asnumpy(rebuilt), host[1:4, ::3])
+    np.testing.assert_array_equal(asnumpy(rebuilt), host[key])
     assert rebuilt.strides == array.strides
