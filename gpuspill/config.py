@@ -9,8 +9,13 @@ for a feature.
 from __future__ import annotations
 
 import difflib
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from decimal import Decimal
+from numbers import Real
 from typing import Any, Literal
 
 import dask.config
@@ -20,7 +25,9 @@ from gpuspill.errors import ConfigError
 
 __all__ = ["Settings"]
 
-_OFF = (None, 0, False, "", "none", "None", "false", "False", "off", "0")
+#: Words, in any case, for no limit or for a feature that is off, and for one that is on.
+_OFF = frozenset({"", "0", "0.0", "none", "false", "off", "no"})
+_ON = frozenset({"1", "1.0", "true", "on", "yes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +113,42 @@ def _fail(name: str, value: object, expected: str) -> ConfigError:
     return ConfigError(f"gpuspill.{name.replace('_', '-')}: expected {expected}, found {value!r}")
 
 
+def _number(value: object) -> bool:
+    """Whether it is a number of any library; True is none."""
+    return isinstance(value, Real | Decimal) and not isinstance(value, bool)
+
+
+def _word(value: object) -> str | None:
+    """Return a text without blanks around it and in lower case; None for anything else."""
+    return value.strip().lower() if isinstance(value, str) else None
+
+
+def _off(value: Any) -> bool:
+    return value is None or value is False or _word(value) in _OFF or (_number(value) and value == 0)
+
+
 def _nbytes(name: str, value: Any) -> int | None:
-    if value is True:
-        raise _fail(name, value, "a size such as '2 GiB'")
-    if (isinstance(value, float | int) and value == 0) or value in _OFF:
+    if _off(value):
         return None
     try:
-        nbytes = int(parse_bytes(value))
-    except (ValueError, TypeError, AttributeError):
+        if isinstance(value, str):
+            nbytes = int(parse_bytes(value))
+            if nbytes == 0 and not set(value) & set("123456789"):
+                return None  # "0 GiB"
+        elif _number(value):
+            nbytes = int(value)
+        else:
+            raise TypeError(value)
+    except (ValueError, TypeError, OverflowError):
         raise _fail(name, value, "a size such as '2 GiB', or 0 or None for no limit") from None
-    if nbytes < 0:
-        raise _fail(name, value, "a size that is not negative")
+    if nbytes < 1:
+        # A fraction is most likely meant as one of all memory; taken as bytes it would be a limit of 0.
+        raise _fail(name, value, "a size of at least 1 byte such as '2 GiB', or 0 or None for no limit")
     return nbytes
 
 
 def _limit(name: str, value: Any) -> int | Literal["auto"] | None:
-    return "auto" if value == "auto" else _nbytes(name, value)
+    return "auto" if _word(value) == "auto" else _nbytes(name, value)
 
 
 def _size(name: str, value: Any) -> int:
@@ -130,12 +157,12 @@ def _size(name: str, value: Any) -> int:
 
 def _count(minimum: int) -> Any:
     def parse(name: str, value: Any) -> int:
-        if value in _OFF and minimum == 0:
+        if minimum == 0 and _off(value):
             return 0
         try:
             count = int(value)
-            good = count == float(value) and count >= minimum and value is not True
-        except (TypeError, ValueError):
+            good = (isinstance(value, str) or (_number(value) and count == value)) and count >= minimum
+        except (TypeError, ValueError, OverflowError):
             good = False
         if not good:
             raise _fail(name, value, f"a whole number of at least {minimum}")
@@ -145,15 +172,15 @@ def _count(minimum: int) -> Any:
 
 
 def _switch(name: str, value: Any) -> bool:
-    if value in _OFF:
+    if _off(value):
         return False
-    if value in (True, 1, "1", "true", "True", "on", "yes"):
+    if value is True or _word(value) in _ON or (_number(value) and value == 1):
         return True
     raise _fail(name, value, "true or false")
 
 
 def _text(name: str, value: Any) -> str | None:
-    if value in _OFF:
+    if _off(value):
         return None
     if not isinstance(value, str):
         raise _fail(name, value, "a text")
@@ -161,18 +188,25 @@ def _text(name: str, value: Any) -> str | None:
 
 
 def _directory(name: str, value: Any) -> str | None:
-    return None if value is None or value == "" else str(value)
+    if _off(value):
+        return None
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise _fail(name, value, "a path")
+    return path
 
 
 def _seconds(name: str, value: Any) -> float:
-    if value in _OFF:
+    if _off(value):
         return 0.0
     try:
-        seconds = float(parse_timedelta(value))
-    except (ValueError, TypeError, KeyError, AttributeError):
+        if not (_number(value) or isinstance(value, str | timedelta)):
+            raise TypeError(value)
+        seconds = float(value) if _number(value) else float(parse_timedelta(value))
+    except (ValueError, TypeError, KeyError, OverflowError):
         raise _fail(name, value, "a time such as '250 ms'") from None
-    if seconds < 0:
-        raise _fail(name, value, "a time that is not negative")
+    if not 0 <= seconds < math.inf:
+        raise _fail(name, value, "a time that is neither negative nor infinite")
     return seconds
 
 
