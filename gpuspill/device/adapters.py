@@ -8,6 +8,7 @@ ledger to see that.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from types import ModuleType
 from typing import Any
@@ -231,14 +232,7 @@ class NumpyAdapter(ArrayAdapter):
         """Take an array apart."""
         if value.dtype.hasobject or value.dtype.names is not None:
             return None
-        owner: Any = value
-        while True:
-            if isinstance(owner, memoryview):
-                owner = owner.obj
-            elif type(owner) is np.ndarray and owner.base is not None:
-                owner = owner.base
-            else:
-                break
+        owner = _keeper(value)
         if type(owner) in (bytes, bytearray):
             whole = np.frombuffer(owner, np.uint8) if owner else np.empty(0, np.uint8)
         elif type(owner) is np.ndarray and owner.flags.owndata:
@@ -266,6 +260,22 @@ class NumpyAdapter(ArrayAdapter):
         if not layout.writeable:
             array.flags.writeable = False
         return array
+
+
+def _keeper(array: Any) -> Any:
+    """Return the object at the end of the chain of those that keep an array's memory alive."""
+    owner = array
+    while True:
+        if isinstance(owner, memoryview | pickle.PickleBuffer):
+            below = memoryview(owner).obj
+        elif type(owner) is np.ndarray or type(owner).__module__.startswith("numpy.lib"):
+            # The second: what NumPy's stride tricks put between an array and its base.
+            below = owner.base
+        else:
+            return owner
+        if below is None or below is owner:
+            return owner
+        owner = below
 
 
 def _pointer(array: Any) -> int:

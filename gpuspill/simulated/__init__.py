@@ -19,7 +19,7 @@ import importlib.util
 
 from gpuspill.device.simulated import ManualClock, RealClock, SimulatedDevice
 from gpuspill.simulated.array import Array
-from gpuspill.simulated.creation import arange, array, asarray, asnumpy, empty, full, ones, zeros
+from gpuspill.simulated.creation import arange, asarray, asnumpy, empty, full, ones, zeros
 from gpuspill.simulated.current import configure, device, use
 from gpuspill.simulated.frames import Description, describe, from_frames, rebuild, to_frames
 
@@ -30,7 +30,6 @@ __all__ = [
     "RealClock",
     "SimulatedDevice",
     "arange",
-    "array",
     "asarray",
     "asnumpy",
     "configure",

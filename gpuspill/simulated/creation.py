@@ -13,7 +13,7 @@ from gpuspill.simulated.array import Array
 from gpuspill.simulated.launch import launch
 from gpuspill.simulated.transfer import to_device, to_host
 
-__all__ = ["arange", "array", "asarray", "asnumpy", "empty", "full", "ones", "zeros"]
+__all__ = ["arange", "asarray", "asnumpy", "empty", "full", "ones", "zeros"]
 
 
 def asarray(value: Any, dtype: Any = None, order: str | None = None, *, device: SimulatedDevice | None = None) -> Array:
@@ -38,12 +38,6 @@ def asarray(value: Any, dtype: Any = None, order: str | None = None, *, device: 
     if device is None:
         device = value.device if isinstance(value, Array) else current.device()
     return to_device(Array, value, device=device, dtype=dtype, order=order)
-
-
-def array(value: Any, dtype: Any = None, *, copy: bool = True, order: str = "K", ndmin: int = 0) -> Array:
-    """Return a new array on the device; as :func:`asarray`, but always a copy, unless `copy` is false."""
-    device = value.device if isinstance(value, Array) else current.device()
-    return to_device(Array, value, device=device, dtype=dtype, order=order, copy=copy, ndmin=ndmin)
 
 
 def asnumpy(value: Any) -> HostArray:

@@ -5,6 +5,7 @@ CuPy can be imported, the real one is used as well, on addresses that nothing to
 """
 
 import mmap
+import pickle
 import subprocess
 import sys
 import types
@@ -444,6 +445,7 @@ def test_sizes_are_never_guessed():
 def test_numpy_views_are_described_by_what_they_keep_alive(registry):
     base = np.arange(48.0).reshape(6, 8).copy()
     views = [base, base[1:], base[:, 2:5], base.T, base[::-1, ::2], base.reshape(48)[7:], base[2, 3:4], base.view("i4")]
+    views += [np.broadcast_to(base[0], (2, 8)), np.lib.stride_tricks.sliding_window_view(base, 3, axis=1)[1:]]
     for view in views:
         found = registry.describe(view)
         assert found.identity == ("host", base.ctypes.data, 384)
@@ -467,6 +469,14 @@ def test_numpy_arrays_on_buffers_are_described_by_the_buffer(make, registry):
     rebuilt = registry.rebuild(found.recipe, bytearray(bytes(range(80))))
     np.testing.assert_array_equal(rebuilt.view("u1"), array.view("u1"))
     assert rebuilt.flags.writeable == array.flags.writeable
+
+
+def test_numpy_arrays_that_were_pickled_out_of_band_are_described_by_their_buffer(registry):
+    array, buffers = np.arange(10.0), []
+    message = pickle.dumps(array, 5, buffer_callback=buffers.append)
+    assert registry.describe(pickle.loads(message, buffers=buffers)).owner is array
+    received = bytearray(buffers[0].raw())
+    assert registry.describe(pickle.loads(message, buffers=[memoryview(received)])).owner is received
 
 
 def test_copies_from_the_device_are_arrays_on_the_host(registry):

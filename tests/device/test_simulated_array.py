@@ -70,7 +70,7 @@ def test_converting_what_is_there_copies_nothing(device):
     assert asarray(array, dtype=float) is array
     assert device.statistics() == before
     assert asarray(array, dtype="f4").dtype == np.float32
-    assert simulated.array(array).allocation is not array.allocation
+    assert np.array(array, like=array).allocation is not array.allocation
 
 
 def test_arrays_in_lists_are_put_together_on_the_device(device):
