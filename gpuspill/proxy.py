@@ -7,6 +7,7 @@ cannot be mistaken for the value, and nobody but gpuspill ever sees one.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,6 @@ if TYPE_CHECKING:
     from gpuspill.manager import ProxifyManager
 
 __all__ = ["Proxy"]
-
-
-def _identity(value: object) -> object:
-    """Rebuild a pickled proxy: as its value."""
-    return value
 
 
 class Proxy:
@@ -66,10 +62,10 @@ class Proxy:
         return self._manager.resolve(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A proxy that leaves the process leaves as its value: the manager never travels, and the
-        # other side may not know gpuspill. Large buffers of the value stay out of band if the
+        # A proxy that leaves the process leaves as its value: the manager never travels, and the other side may not
+        # have gpuspill, so rebuilding it takes nothing of ours. Large buffers of the value stay out of band if the
         # pickler allows it.
-        return _identity, (self.resolve(),)
+        return operator.getitem, ((self.resolve(),), 0)
 
     def __repr__(self) -> str:
         return f"<Proxy of {self.key!r}>"

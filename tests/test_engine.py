@@ -1,0 +1,298 @@
+"""The threads: they start when needed, do one thing at a time, miss no wake-up and are gone after closing."""
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpuspill.engine import Engine
+from gpuspill.testing.stores import Gate
+
+TIMEOUT = 60
+FOREVER = float("inf")
+
+
+class Steps:
+    """What spill threads are told to do: each call takes the next answer, at the end to sleep."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+        self.lock = threading.Lock()
+        self.calls = threading.Semaphore(0)
+        self.threads: list[str] = []
+
+    def __call__(self) -> float | None:
+        with self.lock:
+            self.threads.append(threading.current_thread().name)
+            answer = self.answers.pop(0) if self.answers else FOREVER
+        self.calls.release()
+        if isinstance(answer, Exception):
+            raise answer
+        if callable(answer):
+            return answer()
+        return answer  # type: ignore[return-value]
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            assert self.calls.acquire(timeout=TIMEOUT), "the step was not called"
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    engines = []
+
+    def make(step: Callable[[], float | None], *, spill_threads: int = 1, restore_threads: int = 2) -> Engine:
+        engine = Engine(step, spill_threads=spill_threads, restore_threads=restore_threads, name="test")
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def ours() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gpuspill-"))
+
+
+def test_there_is_no_thread_before_one_is_needed(make):
+    engine = make(Steps())
+    assert ours() == []
+    engine.wake()
+    assert ours() == ["gpuspill-spill-test-0"]
+    done = threading.Event()
+    engine.submit(done.set)
+    assert done.wait(TIMEOUT)
+    reaped = threading.Event()
+    engine.reap(reaped.set)
+    assert reaped.wait(TIMEOUT)
+    assert {name.rsplit("-", 1)[0] for name in ours()} >= {"gpuspill-spill-test", "gpuspill-reaper"}
+    engine.close()
+    assert ours() == []
+
+
+def test_a_step_that_did_something_is_repeated_until_there_is_nothing_to_do(make):
+    steps = Steps(None, None, None)
+    engine = make(steps)
+    engine.wake()
+    steps.wait(4)
+    assert steps.threads == ["gpuspill-spill-test-0"] * 4
+    assert not steps.calls.acquire(blocking=False)
+
+
+def test_a_step_is_repeated_when_its_pause_is_over(make):
+    steps = Steps(0.0, 0.001, 0.0)
+    engine = make(steps)
+    engine.wake()
+    steps.wait(4)
+
+
+def test_a_wake_up_while_the_step_runs_is_not_missed(make):
+    """The step looked before the change and would sleep for ever."""
+    gate = Gate()
+
+    def slow() -> float:
+        gate.pass_through()
+        return FOREVER
+
+    steps = Steps(slow)
+    engine = make(steps)
+    engine.wake()
+    assert gate.arrived.acquire(timeout=TIMEOUT)
+    engine.wake()
+    gate.open()
+    steps.wait(2)
+
+
+def test_each_wake_up_leads_to_a_step(make):
+    steps = Steps()
+    engine = make(steps)
+    for _ in range(20):
+        engine.wake()
+        steps.wait(1)
+
+
+def test_several_threads_work_side_by_side(make):
+    together = threading.Barrier(3)
+
+    def meet() -> float:
+        together.wait(TIMEOUT)
+        return FOREVER
+
+    steps = Steps(meet, meet, meet)
+    engine = make(steps, spill_threads=3)
+    engine.wake()
+    steps.wait(3)
+    assert len(set(steps.threads)) == 3
+
+
+def test_a_spill_thread_that_wakes_the_engine_does_not_wake_itself(make):
+    """It looks again anyway; else whatever it does would make it look once more."""
+    engines = []
+
+    def wake() -> float:
+        assert engines[0].spilling_here
+        engines[0].wake()
+        return FOREVER
+
+    steps = Steps(wake)
+    engines.append(make(steps))
+    assert not engines[0].spilling_here
+    engines[0].wake()
+    steps.wait(1)
+    engines[0].wake()
+    steps.wait(1)
+    assert len(steps.threads) == 2
+
+
+def test_a_step_that_raises_is_called_again(make, caplog):
+    steps = Steps(RuntimeError("a bug"))
+    engine = make(steps)
+    engine.wake()
+    steps.wait(2)
+    assert "a bug" in caplog.text
+
+
+def test_being_woken_by_a_finaliser_while_waking(make, monkeypatch):
+    """The garbage collector may run anywhere, and finalisers may use the store."""
+    steps = Steps()
+    engine = make(steps, spill_threads=3)
+    woken = []
+
+    class Trash:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            woken.append(len(engine._threads))
+            engine.wake()
+
+    class Thread(threading.Thread):
+        def __init__(self, *args: object, **options: object) -> None:
+            gc.collect()
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    gc.collect()
+    monkeypatch.setattr("gpuspill.engine.threading.Thread", Thread)
+    Trash()
+    engine.wake()
+    assert woken == [0]
+    assert len(engine._threads) == 3
+    assert len(ours()) == 3
+
+
+def test_work_is_done_by_restore_threads_at_most_so_many_at_a_time(make):
+    engine = make(Steps(), restore_threads=2)
+    together = threading.Barrier(2)
+    names = []
+
+    def work() -> None:
+        names.append(threading.current_thread().name)
+        together.wait(TIMEOUT)
+
+    for _ in range(4):
+        assert engine.submit(work)
+    engine.close()
+    assert len(names) == 4
+    assert len(set(names)) == 2
+    assert all(name.startswith("gpuspill-restore-test") for name in names)
+
+
+@pytest.mark.parametrize("method", ["submit", "reap"])
+def test_work_that_fails_is_logged_and_stops_nobody(make, caplog, method):
+    engine = make(Steps(), restore_threads=1)
+    done = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("some bug")
+
+    getattr(engine, method)(fail)
+    getattr(engine, method)(done.set)
+    assert done.wait(TIMEOUT)
+    assert "some bug" in caplog.text
+    assert caplog.records[0].levelno == logging.ERROR
+
+
+def test_what_was_reaped_is_let_go(make):
+    engine = make(Steps())
+
+    class Value:
+        pass
+
+    value = Value()
+    gone = weakref.ref(value)
+    reaped = threading.Event()
+    finalised = threading.Event()
+    weakref.finalize(value, finalised.set)
+
+    def work(value: Value = value) -> None:
+        reaped.set()
+
+    engine.reap(work)
+    del value, work
+    assert reaped.wait(TIMEOUT)
+    assert finalised.wait(TIMEOUT), "the reaper keeps it while it waits for more"
+    assert gone() is None
+
+
+def test_closing_waits_for_what_runs_and_does_what_is_queued(make):
+    """Somebody waits for each piece of work."""
+    gate = Gate()
+    done = []
+
+    def slow() -> None:
+        gate.pass_through()
+        done.append("slow")
+
+    engine = make(Steps(), restore_threads=1)
+    engine.submit(slow)
+    for n in range(3):
+        engine.submit(lambda n=n: done.append(n))
+    assert gate.arrived.acquire(timeout=TIMEOUT)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.open()
+    closing.join(TIMEOUT)
+    assert done == ["slow", 0, 1, 2]
+    assert ours() == []
+
+
+def test_closing_waits_for_a_step(make):
+    gate = Gate()
+    ended = []
+
+    def slow() -> None:
+        gate.pass_through()
+        ended.append(True)
+
+    engine = make(Steps(slow))
+    engine.wake()
+    assert gate.arrived.acquire(timeout=TIMEOUT)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.open()
+    closing.join(TIMEOUT)
+    assert ended == [True]
+    assert ours() == []
+
+
+def test_closing_ends_a_long_sleep(make):
+    steps = Steps(10_000.0)
+    engine = make(steps)
+    engine.wake()
+    steps.wait(1)
+    engine.close()
+    assert ours() == []
+
+
+def test_after_closing(make):
+    engine = make(Steps())
+    engine.close()
+    engine.close()
+    engine.wake()
+    assert not engine.submit(pytest.fail)
+    engine.reap(lambda: None)
+    assert ours() == []
