@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-CONDA_NAMES = {"dask": "dask-core", "xxhash": "python-xxhash"}
+CONDA_NAMES = {"dask": "dask-core", "xxhash": "python-xxhash", "msgpack": "msgpack-python"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
