@@ -17,9 +17,7 @@ from gpuspill import simulated
 from gpuspill.device.arrays import ArrayRegistry, estimated_nbytes
 from gpuspill.device.base import Allocation, AllocationId, Layout
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
-
-pytest.register_assert_rewrite("gpuspill.testing.devices")
-from gpuspill.testing.devices import ArrayTests  # noqa: E402
+from gpuspill.testing.devices import ArrayTests
 
 
 class TestSimulatedArrays(ArrayTests):

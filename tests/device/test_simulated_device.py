@@ -16,9 +16,7 @@ from gpuspill.device.base import (
     UseAfterFree,
 )
 from gpuspill.device.simulated import FRESH, PENDING, ManualClock, RealClock, SimulatedDevice
-
-pytest.register_assert_rewrite("gpuspill.testing.devices")
-from gpuspill.testing.devices import DeviceTests, fetch, pattern, store  # noqa: E402
+from gpuspill.testing.devices import DeviceTests, fetch, pattern, store
 
 
 class TestConformance(DeviceTests):
