@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -174,11 +175,18 @@ def open_cluster(
         Client(cluster) as client,
     ):
         client.wait_for_workers(shape.workers, timeout=60)
+        if silence is not None:
+            client.run(_silence, silence)
         if delay:
             client.run(_slow_down, delay)
         if watch is not None:
             client.register_plugin(watch)
         yield client
+
+
+def _silence(level: int) -> None:
+    # ``silence_logs`` is about distributed's own messages only.
+    logging.getLogger("gpuspill").setLevel(level)
 
 
 def _slow_down(delay: float, dask_worker: Worker) -> None:

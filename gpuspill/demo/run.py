@@ -58,19 +58,23 @@ class Size:
     config: Mapping[str, object] = field(default_factory=dict)
 
 
-#: The shuffle's buffers are made for large workers: with the default of 1 GiB a worker of this size is killed for
-#: the memory it keeps in them, whatever its store does.
-_SMALL_SHUFFLE = {"distributed.p2p.comm.buffer": "64 MiB", "distributed.p2p.storage.buffer": "32 MiB"}
+#: What anybody has to set who shuffles on workers of this size, whatever their store: the shuffle's own buffers are
+#: made for larger ones (a worker is killed for the gigabyte it may keep in them), and Arrow keeps freed memory.
+_SMALL_WORKERS = {
+    "distributed.p2p.comm.buffer": "16 MiB",
+    "distributed.p2p.storage.buffer": "16 MiB",
+    "distributed.nanny.pre-spawn-environ.ARROW_DEFAULT_MEMORY_POOL": "system",
+}
 
 FULL = Size(
     limit=640 * 2**20,
     copies=25,
-    parts=2,
+    parts=3,
     rows=None,
     blocks=9,
     block=1440,
     timeout=180.0,
-    config=_SMALL_SHUFFLE,
+    config=_SMALL_WORKERS,
 )
 """More than a gigabyte of memory, and more data than that."""
 
@@ -83,7 +87,7 @@ QUICK = Size(
     block=512,
     timeout=120.0,
     # Room for a few megabytes of values, so that even this little has to be spilled.
-    config=_SMALL_SHUFFLE | {"distributed.worker.memory.target": 0.003},
+    config=_SMALL_WORKERS | {"distributed.worker.memory.target": 0.003},
 )
 """Seconds instead of minutes, to see that everything works."""
 
@@ -273,7 +277,17 @@ def _verdict(outcome: Outcome) -> str:
 def _table(outcomes: Sequence[Outcome]) -> Table:
     """Lay the outcomes out, each job's arms below each other."""
     table = Table(title="The same jobs, the same memory")
-    for heading in ("job", "spilling", "wall time", "spilled", "restored", "longest stall", "in stalls", "answers"):
+    for heading in (
+        "job",
+        "spilling",
+        "wall time",
+        "CPU time",
+        "spilled",
+        "restored",
+        "longest stall",
+        "in stalls",
+        "answers",
+    ):
         table.add_column(heading, justify="left" if heading in ("job", "spilling", "answers") else "right")
     walls = {outcome.job: outcome.wall for outcome in outcomes if outcome.arm == BASELINE and outcome.good}
     for outcome in outcomes:
@@ -282,6 +296,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
             ratio = f" (x {outcome.wall / walls[outcome.job]:.2f})"
         measured = outcome.figures
         cells = [
+            "-",
             format_bytes(sum(state.written for state in outcome.so_far)),
             format_bytes(sum(state.read for state in outcome.so_far)),
             f"{max((state.longest_stall for state in outcome.so_far), default=0.0) * 1e3:.0f} ms",
@@ -289,6 +304,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
         ]
         if measured:
             cells = [
+                f"{sum(figure.cpu for figure in measured):.1f} s",
                 format_bytes(sum(figure.store.written_bytes for figure in measured)),
                 format_bytes(sum(figure.store.read_bytes for figure in measured)),
                 f"{max(figure.loop.longest for figure in measured) * 1e3:.0f} ms",
