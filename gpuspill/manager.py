@@ -300,21 +300,7 @@ class ProxifyManager:
             In the future: a value cannot be read.
         """
         result: Future[dict[Hashable, Encoded | Any]] = Future()
-
-        def read() -> None:
-            if not result.set_running_or_notify_cancel():
-                return
-            try:
-                values = {key: self._restorer.export(key, pid) for key, pid in admission.pids.items()}
-            except BaseException as error:
-                result.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                result.set_result(values)
-
-        if not self._engine.submit(partial(copy_context().run, read)):
-            result.set_exception(ManagerClosed("the store was closed"))
+        self._restorer.export(admission, result)
         return result
 
     # -- admission, pins, hints ----------------------------------------------------------------------

@@ -128,6 +128,23 @@ class Restorer:
             result.set_result({})
             return
         pending = [(key, self.start(key, pid, admission)) for key, pid in admission.pids.items()]
+        self._deliver(pending, result, partial(settle, admission))
+
+    def export(self, admission: Admission, result: Future[dict[Hashable, Any]]) -> None:
+        """Deliver in `result` what to send for the inputs of an admission: values in memory, records as they are."""
+        pending = [(key, self._export_later(key, pid, result)) for key, pid in admission.pids.items()]
+        self._deliver(pending, result, lambda: None)
+
+    def _deliver(
+        self,
+        pending: list[tuple[Hashable, Future[Any]]],
+        result: Future[dict[Hashable, Any]],
+        before: Callable[[], None],
+    ) -> None:
+        """Deliver the outcomes of `pending` in `result`, in the thread in which the last one ends."""
+        if not pending:
+            result.set_result({})
+            return
         lock = threading.Lock()
         left = len(pending)
 
@@ -143,7 +160,7 @@ class Restorer:
                 except Exception as error:
                     result.set_exception(error)
                 else:
-                    settle(admission)
+                    before()
                     result.set_result(values)
             except InvalidStateError:
                 pass  # cancelled
@@ -287,36 +304,73 @@ class Restorer:
             with suppress(InvalidStateError):  # cancelled
                 result.set_exception(error)
 
-    def export(self, key: Hashable, pid: int) -> Encoded | Any:
-        """Return what to send to somebody else: the value if it is in memory, else its record as it is. Blocks.
+    def _export_later(self, key: Hashable, pid: int, result: Future[Any]) -> Future[Any]:
+        """Return a future of what to send for one proxy, which the caller has pinned. Never blocks and never raises.
 
-        Residency and recency stay what they are. The caller has pinned the proxy.
+        A restore in flight is joined here and not on a restore thread: it may be queued behind that very thread.
+        """
+        future: Future[Any] = Future()
+        with self._metadata:
+            try:
+                entry = self.entry(key, pid)
+                slot = self._metadata.slots[pid]
+                if slot.lost is not None:
+                    raise _lost(key, slot.lost)
+                if entry.residency.resident:
+                    future.set_result(slot.value)
+                    return future
+                if slot.restoring is not None:
+                    return slot.restoring
+                if self._metadata.closed:
+                    raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+            except Exception as error:
+                future.set_exception(error)
+                return future
+
+        def read() -> None:
+            try:
+                # Nobody waits for it if the whole was cancelled.
+                future.set_result(None if result.cancelled() else self._export(key, pid))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        if not self._engine.submit(partial(copy_context().run, read)):
+            future.set_exception(ManagerClosed(f"the store was closed before {key!r} was read"))
+        return future
+
+    def _export(self, key: Hashable, pid: int) -> Encoded | Any:
+        """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
 
         Raises
         ------
         KeyError, DataLostError, ManagerClosed
             As :meth:`bring`.
         """
-        with self._metadata:
-            entry = self.entry(key, pid)
-            slot = self._metadata.slots[pid]
-            if slot.lost is not None:
-                raise _lost(key, slot.lost)
-            if entry.residency.resident:
-                return slot.value
-            receipt, restoring = slot.receipt, slot.restoring
-            if restoring is None and self._metadata.closed:
-                raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
-        if restoring is not None:
-            return self.outcome(key, restoring)
-        assert receipt is not None
-        try:
-            header, frames = self._read_record(receipt)
-        except DataLostError:
-            # Says so to everybody who waits for the value, and comes back with the key; or the value has been restored
-            # meanwhile and its record given up.
-            return self.bring(key, pid)
-        return Encoded(header, frames, entry.nbytes)
+        while True:
+            with self._metadata:
+                entry = self.entry(key, pid)
+                slot = self._metadata.slots[pid]
+                if slot.lost is not None:
+                    raise _lost(key, slot.lost)
+                if entry.residency.resident:
+                    return slot.value
+                receipt = slot.receipt
+            assert receipt is not None
+            try:
+                header, frames = self._read_record(receipt)
+                return Encoded(header, frames, entry.nbytes)
+            except DataLostError as error:
+                with self._metadata:
+                    if entry.residency.resident or slot.receipt is not receipt:
+                        continue  # it was brought back meanwhile, and its record given up
+                    if entry.residency.moving or self._metadata.closed:
+                        # Whoever restores it finds out, and says so to all.
+                        raise _lost(key, error.message) from error
+                    future, _ = self._begin(key, pid, None)
+                self._restore(pid)
+                return self.outcome(key, future)
 
     def _read(self, receipt: Receipt) -> object:
         header, frames = self._read_record(receipt)
