@@ -162,14 +162,17 @@ class Attachment:
         return statistics.host_nbytes + statistics.reserved_nbytes + self._for_sending()
 
     def _for_sending(self) -> int:
-        """Bytes that are being sent, and those that were and wait to be used again, for which nothing is evicted.
+        """Bytes that are being sent, and those that lately were and wait to be used again: nothing is evicted for them.
 
         That is no more than what leaves the process well below the point at which distributed pauses the worker.
         """
+        lately = self.window.lately()
+        if not lately:
+            return 0
         pool = self.store.pool
         idle = 0 if pool is None else pool.statistics().idle_nbytes
         limit = self.thresholds.memory_limit
-        return min(self.window.used + idle, SENDING_NBYTES, limit // 20 if limit else SENDING_NBYTES)
+        return min(self.window.used + min(idle, lately), SENDING_NBYTES, limit // 20 if limit else SENDING_NBYTES)
 
     def _evicted(self) -> int:
         statistics = self.store.statistics()

@@ -121,12 +121,18 @@ class Window:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used = 0
+        self._lately = 0
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def used(self) -> int:
         """Bytes under way."""
         return self._used
+
+    def lately(self) -> int:
+        """Bytes that were under way at a time not long ago: halves about every ten calls unless more are under way."""
+        self._lately = max(self._used, self._lately * 15 // 16)
+        return self._lately
 
     def _fits(self, nbytes: int) -> bool:
         return self._used == 0 or self._used + nbytes <= self._limit
