@@ -1,0 +1,672 @@
+"""The manager with its threads: two things at once on one key, admission, and everything together.
+
+What overlaps is decided by a store that holds up each read and write until the test lets it go on; no test sleeps.
+"""
+
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_all
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuspill.core.budget import Kind
+from gpuspill.core.residency import State, Tier
+from gpuspill.errors import DataLostError, ManagerClosed, RecordCorrupt, StorageError, StorageFull
+from gpuspill.manager import ProxifyManager
+from gpuspill.serialization import PickleSerializer
+from gpuspill.testing.memory_store import ManualStore
+from gpuspill.testing.stores import FaultyStore, MemoryStore
+
+TIMEOUT = 60
+
+
+class Value:
+    """Can be told from others, and weakly referenced."""
+
+    def __init__(self, content: object, nbytes: int = 100) -> None:
+        self.content = content
+        self.nbytes = nbytes
+
+
+class Kit:
+    """A manager with threads, over a store that waits for the test."""
+
+    def __init__(self, limit: int | None = None, **options: Any) -> None:
+        self.store = ManualStore()
+        self._written = threading.Semaphore(0)
+        self.manager = ProxifyManager(
+            limit=limit,
+            store=self.store,
+            serializer=PickleSerializer(),
+            sizeof=lambda value: value.nbytes,
+            observer=self._observe,
+            **options,
+        )
+        self.pool = ThreadPoolExecutor(16, thread_name_prefix="test")
+
+    def on_disk(self, key: str) -> None:
+        """Put a value on disk before the test begins."""
+        manual, self.store.manual = self.store.manual, frozenset()
+        if key not in self.manager:
+            self.manager.store(key, Value(key))
+        self.manager.evict_all()
+        assert not self.manager.is_resident(key)
+        self.store.manual = manual
+        self.reaped()
+        while self._written.acquire(blocking=False):
+            pass
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run in another thread."""
+        return self.pool.submit(function, *arguments)
+
+    def state(self, key: str) -> State:
+        return self.manager._ledger.keys[key].residency.state
+
+    def _observe(self, label: str, value: float, unit: str) -> None:
+        if (label, unit) == ("disk-write", "count"):
+            self._written.release()
+
+    def wrote(self) -> None:
+        """Wait until one more write has ended and its consequences are drawn."""
+        assert self._written.acquire(timeout=TIMEOUT), "nothing was written"
+        self.reaped()
+
+    def reaped(self) -> None:
+        """Wait until the reaper has done what it was given."""
+        done = threading.Event()
+        self.manager._engine.reap(done.set)
+        assert done.wait(TIMEOUT)
+
+    def close(self) -> None:
+        self.store.let_all_go()
+        self.manager.validate()
+        self.manager.close()
+        self.pool.shutdown()
+        self.manager.validate()
+        assert self.store.statistics().records == 0
+
+
+@pytest.fixture
+def kit() -> Iterator[Kit]:
+    kit = Kit()
+    yield kit
+    kit.close()
+
+
+def both(*futures: Future[Any]) -> list[Any]:
+    wait_all(futures, TIMEOUT)
+    return [future.exception(0) or future.result(0) for future in futures]
+
+
+# -- two at once on one key ------------------------------------------------------------------------------
+
+
+def test_a_second_reader_waits_and_gets_the_same_object(kit):
+    kit.on_disk("a")
+    first = kit.start(kit.manager.get, "a")
+    (read,) = kit.store.wait_for("read")
+    others = [kit.start(kit.manager.get, "a") for _ in range(3)]
+    many = kit.manager.get_many(["a"])
+    proxy = kit.start(kit.manager.proxy("a").resolve)
+    assert kit.manager.prefetch(["a"]) == 0
+    with kit.manager.admit(None, ["a"]) as admission:
+        inputs = kit.start(kit.manager.materialize, admission)
+        kit.manager.validate()
+        read.let_go()
+        value = first.result(TIMEOUT)
+        assert all(other.result(TIMEOUT) is value for other in others)
+        assert many.result(TIMEOUT)["a"] is proxy.result(TIMEOUT) is inputs.result(TIMEOUT)["a"] is value
+    assert kit.store.statistics().reads == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "state"),
+    [
+        (StorageError(5, "broken"), StorageError, State.SPILLED),
+        (RecordCorrupt("damaged"), DataLostError, State.LOST),
+        (ZeroDivisionError(), ZeroDivisionError, State.SPILLED),
+        (MemoryError(), MemoryError, State.SPILLED),
+    ],
+)
+def test_a_read_that_fails_reaches_all_who_wait(kit, error, raised, state):
+    kit.on_disk("a")
+    first = kit.start(kit.manager.get, "a")
+    kit.store.wait_for("read")
+    many = kit.manager.get_many(["a"])
+    other = kit.start(kit.manager.get, "a")
+    while not (first.done() and many.done() and other.done()):
+        if kit.store.waiting("read"):
+            kit.store.wait_for("read")[0].let_go(error)
+        wait_all([first, many, other], 0.01)
+    for future in first, many, other:
+        with pytest.raises(raised):
+            future.result(0)
+    assert kit.state("a") is state
+    kit.manager.validate()
+    kit.store.let_all_go()
+    if state is State.SPILLED:
+        assert kit.manager.get("a").content == "a"
+    else:
+        with pytest.raises(DataLostError, match="'a'"):
+            kit.manager.get("a")
+
+
+def test_reading_a_value_while_it_is_written_does_not_wait(kit):
+    value = Value("a")
+    kit.manager.store("a", value)
+    del value
+    kit.manager.set_limit(0, None)
+    (write,) = kit.store.wait_for("write")
+    assert kit.state("a") is State.SPILLING
+    value = kit.manager.get("a")
+    assert kit.manager.get_many(["a"]).result(0)["a"] is value
+    write.let_go()
+    kit.wrote()
+    assert kit.manager.get("a") is value, "it was taken up meanwhile"
+    del value
+
+
+@pytest.mark.parametrize("then", ["nothing", "store", "store and get"])
+def test_deleting_a_value_while_it_is_written_leaves_no_record(kit, then):
+    kit.manager.store("a", Value("a"))
+    kit.manager.set_limit(0, None)
+    (write,) = kit.store.wait_for("write")
+    kit.manager.discard("a")
+    assert "a" not in kit.manager
+    kit.manager.set_limit(None, None)
+    if then != "nothing":
+        kit.manager.store("a", Value("new"))
+    write.let_go()
+    kit.wrote()
+    if then == "store and get":
+        assert kit.manager.get("a").content == "new"
+        kit.manager.discard("a")
+    done = kit.store.statistics()
+    assert (done.writes, done.records) == (1, 0)
+    assert kit.manager.memory_total() == (100 if then == "store" else 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("then", ["discard", "overwrite"])
+def test_a_value_that_is_deleted_while_it_is_read(kit, then, fails):
+    kit.on_disk("a")
+    reader = kit.start(kit.manager.get, "a")
+    (read,) = kit.store.wait_for("read")
+    if then == "discard":
+        kit.manager.discard("a")
+        with pytest.raises(KeyError):
+            kit.manager.get("a")
+    else:
+        kit.manager.store("a", Value("new"))
+        assert kit.manager.get("a").content == "new"
+    read.let_go(RecordCorrupt("damaged") if fails else None)
+    if fails:
+        with pytest.raises(DataLostError):
+            reader.result(TIMEOUT)
+    else:
+        assert reader.result(TIMEOUT).content == "a"
+    kit.reaped()
+    kit.manager.validate()
+    assert kit.store.statistics().records == 0
+    assert kit.manager.memory_total() == (0 if then == "discard" else 100)
+
+
+def test_two_different_keys_are_read_side_by_side(kit):
+    kit.on_disk("a")
+    kit.on_disk("b")
+    readers = [kit.start(kit.manager.get, key) for key in "ab"]
+    reads = kit.store.wait_for("read", 2)
+    for read in reversed(reads):
+        read.let_go()
+    assert [reader.result(TIMEOUT).content for reader in readers] == ["a", "b"]
+
+
+def test_reads_do_not_wait_for_writes(kit):
+    kit.on_disk("a")
+    kit.manager.store("b", Value("b"))
+    kit.manager.set_limit(0, None)
+    kit.store.wait_for("write")
+    kit.store.manual = frozenset({"write"})
+    assert kit.manager.get("a").content == "a"
+    assert kit.manager.get_many(["a", "b"]).result(TIMEOUT).keys() == {"a", "b"}
+
+
+def test_a_task_reads_its_inputs_side_by_side(kit):
+    """One in its own thread, the others on the restore threads."""
+    for key in "abc":
+        kit.on_disk(key)
+    with kit.manager.admit(None, "abc") as admission:
+        inputs = kit.start(kit.manager.materialize, admission)
+        reads = kit.store.wait_for("read", 3)
+        assert sorted(read.thread.rsplit("_", 1)[0] for read in reads) == [
+            "gpuspill-restore-0",
+            "gpuspill-restore-0",
+            "test",
+        ]
+        for read in reads:
+            read.let_go()
+        assert {key: value.content for key, value in inputs.result(TIMEOUT).items()} == {"a": "a", "b": "b", "c": "c"}
+
+
+@pytest.mark.parametrize("spill_threads", [1, 3])
+def test_no_value_is_written_twice(spill_threads):
+    kit = Kit(spill_threads=spill_threads)
+    for key in "abcde":
+        kit.manager.store(key, Value(key))
+    kit.manager.set_limit(0, None)
+    for _ in range(5):
+        kit.store.wait_for("write")[0].let_go()
+        kit.wrote()
+        kit.manager.validate()
+    assert kit.store.statistics().writes == 5
+    kit.close()
+
+
+# -- closing ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def closing(kit: Kit) -> Iterator[None]:
+    """Close while the block runs; it has to let go what is held up."""
+    thread = threading.Thread(target=kit.manager.close)
+    closed = threading.Event()
+    engine = kit.manager._engine
+    close = engine.close
+
+    def told() -> None:
+        closed.set()
+        close()
+
+    engine.close = told  # type: ignore[method-assign]
+    thread.start()
+    assert closed.wait(TIMEOUT)
+    yield
+    thread.join(TIMEOUT)
+    assert not thread.is_alive(), "closing never ends"
+
+
+def test_closing_while_a_value_is_written(kit):
+    kit.manager.store("a", Value("a"))
+    kit.manager.set_limit(0, None)
+    (write,) = kit.store.wait_for("write")
+    with closing(kit):
+        assert kit.manager.get("a").content == "a"
+        write.let_go()
+    assert kit.manager.get("a").content == "a"
+
+
+def test_closing_while_a_value_is_read(kit):
+    """Moves that run may end; whoever waits for one gets the value or is told."""
+    kit.on_disk("a")
+    reader = kit.start(kit.manager.get, "a")
+    (read,) = kit.store.wait_for("read")
+    with closing(kit):
+        read.let_go()
+    outcome = both(reader)[0]
+    assert isinstance(outcome, ManagerClosed) or outcome.content == "a"
+
+
+def test_closing_answers_all_whose_reads_have_not_begun(kit):
+    """More reads than threads: those that are queued must not be dropped in silence."""
+    for key in "abcdef":
+        kit.on_disk(key)
+    many = kit.manager.get_many("abcdef")
+    alone = kit.manager.get_many("f")
+    kit.store.wait_for("read", 2)
+    waiting = kit.start(kit.manager.get, "e")
+    with closing(kit):
+        kit.store.let_all_go()
+    for future in many, alone, waiting:
+        with pytest.raises(ManagerClosed):
+            future.result(TIMEOUT)
+    kit.manager.validate()
+
+
+def test_closing_while_a_value_is_sent(kit):
+    for key in "abc":
+        kit.on_disk(key)
+    pins = kit.manager.pin("abc")
+    sent = [kit.manager.export(pins) for _ in range(4)]
+    kit.store.wait_for("read", 2)
+    with closing(kit):
+        kit.store.let_all_go()
+    for future in sent:
+        with suppress(ManagerClosed):
+            assert len(future.result(TIMEOUT)) == 3
+    pins.release()
+
+
+def test_closing_lets_those_go_who_wait_for_room(kit):
+    kit.manager.store("a", Value("a"))
+    kit.manager.set_limit(100, None)
+    admission = kit.manager.admit("out", (), 50)
+    waiting = kit.start(admission.wait)
+    kit.store.wait_for("write")
+    assert not waiting.done()
+    with closing(kit):
+        assert waiting.result(TIMEOUT) is True
+        kit.store.let_all_go()
+    admission.release()
+
+
+# -- admission -------------------------------------------------------------------------------------------
+
+
+def test_a_task_waits_while_something_can_make_room_and_no_longer(kit):
+    kit.manager.store("a", Value("a"))
+    kit.manager.set_limit(100, None)
+    admission = kit.manager.admit("out", (), 50)
+    (write,) = kit.store.wait_for("write")
+    assert not admission.granted
+    assert not admission.wait(0)
+    assert kit.manager.statistics().waiting == 1
+    waiting = kit.start(admission.wait)
+    write.let_go()
+    assert waiting.result(TIMEOUT)
+    assert (admission.granted, admission.overrun) == (True, False)
+    kit.manager.store("out", Value("out", 50))
+    stats = kit.manager.statistics()
+    assert (stats.reserved_nbytes, stats.host_nbytes, stats.waits, stats.overruns) == (0, 50, 1, 0)
+    admission.release()
+
+
+@pytest.mark.parametrize("error", [StorageFull(28, "full"), TypeError("cannot be written")])
+def test_when_nothing_can_make_room_a_task_is_let_go_and_that_is_counted(kit, error):
+    kit.manager.store("a", Value("a"))
+    kit.manager.set_limit(100, None)
+    admission = kit.manager.admit("out", (), 50)
+    kit.store.wait_for("write")[0].let_go(error)
+    assert admission.wait(TIMEOUT)
+    assert admission.overrun
+    assert kit.manager.statistics().overruns == 1
+    assert kit.manager.get("a").content == "a"
+    admission.release()
+
+
+def test_two_tasks_that_pin_everything_do_not_wait_for_each_other(kit):
+    for key in "ab":
+        kit.on_disk(key)
+    kit.manager.set_limit(100, None)
+    first = kit.manager.admit("x", "ab", 100)
+    second = kit.manager.admit("y", "ba", 100)
+    assert first.wait(TIMEOUT)
+    assert second.wait(TIMEOUT)
+    assert first.overrun
+    assert second.overrun
+    results = [kit.start(kit.manager.materialize, admission) for admission in (first, second)]
+    kit.store.wait_for("read", 2)
+    kit.store.let_all_go()
+    one, other = (result.result(TIMEOUT) for result in results)
+    assert one["a"] is other["a"]
+    assert one["b"] is other["b"]
+    for admission in first, second:
+        admission.release()
+
+
+@pytest.mark.parametrize("how", ["release", "exit", "twice", "another thread"])
+def test_giving_up_ends_the_wait_and_leaves_the_line(kit, how):
+    kit.manager.store("a", Value("a"))
+    kit.manager.set_limit(100, None)
+    first = kit.manager.admit("x", (), 80)
+    second = kit.manager.admit("y", (), 90)
+    kit.store.wait_for("write")
+    waiting = kit.start(first.wait)
+    called = threading.Event()
+    first.add_done_callback(called.set)
+    if how == "release":
+        first.release()
+    elif how == "exit":
+        with pytest.raises(ZeroDivisionError), first:
+            raise ZeroDivisionError
+    elif how == "twice":
+        first.release()
+        first.release()
+    else:
+        kit.start(first.release).result(TIMEOUT)
+    assert waiting.result(TIMEOUT)
+    assert called.wait(TIMEOUT)
+    assert not first.granted
+    assert kit.manager.statistics().waiting == 1
+    kit.store.let_all_go()
+    assert second.wait(TIMEOUT)
+    assert not second.overrun
+    second.release()
+
+
+def test_the_output_of_a_waiting_task_may_come_from_elsewhere(kit):
+    """It must not be forgotten in the line, nor granted twice."""
+    kit.manager.store("a", Value("a"))
+    kit.manager.set_limit(100, None)
+    admission = kit.manager.admit("out", (), 50)
+    kit.store.wait_for("write")
+    kit.manager.store("out", Value("out", 50))
+    kit.manager.validate()
+    waiting = kit.start(admission.wait)
+    kit.store.let_all_go()
+    assert waiting.result(TIMEOUT)
+    assert admission.granted
+    admission.release()
+    assert kit.manager.statistics().reserved_nbytes == 0
+
+
+def test_a_callback_that_raises_stops_nobody(kit, caplog):
+    kit.manager.store("a", Value("a"))
+    kit.manager.set_limit(100, None)
+    admissions = [kit.manager.admit(n, (), 10) for n in range(3)]
+
+    def fail() -> None:
+        raise RuntimeError("some bug")
+
+    for admission in admissions:
+        admission.add_done_callback(fail)
+    kit.store.let_all_go()
+    for admission in admissions:
+        assert admission.wait(TIMEOUT)
+        admission.release()
+    assert "some bug" in caplog.text
+    kit.manager.store("b", Value("b", 500))
+    kit.manager.evict_all()
+    assert not kit.manager.is_resident("b")
+
+
+def test_tasks_come_first_then_transfers_each_in_their_order(kit):
+    kit.manager.store("a", Value("a", 1000))
+    kit.manager.set_limit(1000, None)
+    order: list[str] = []
+    told = threading.Semaphore(0)
+
+    def tell(name: str) -> None:
+        order.append(name)
+        told.release()
+
+    admissions = []
+    for name in ("transfer 1", "task 1", "transfer 2", "task 2"):
+        kind = Kind.TASK if name.startswith("task") else Kind.TRANSFER
+        admission = kit.manager.admit(None, (), 100, kind=kind)
+        admission.add_done_callback(lambda name=name: tell(name))
+        admissions.append(admission)
+    kit.store.wait_for("write")
+    assert order == []
+    kit.store.let_all_go()
+    for _ in admissions:
+        assert told.acquire(timeout=TIMEOUT)
+    assert order == ["task 1", "task 2", "transfer 1", "transfer 2"]
+    for admission in admissions:
+        admission.release()
+
+
+def test_get_many_waits_for_room_and_gives_up_when_cancelled(kit):
+    kit.on_disk("a")
+    kit.manager.store("b", Value("b"))
+    kit.manager.set_limit(150, None)
+    cancelled, other = kit.manager.get_many(["a"]), kit.manager.get_many(["a"])
+    (write,) = kit.store.wait_for("write")
+    assert not kit.store.waiting("read"), "it waits for room before it reads"
+    assert cancelled.cancel()
+    write.let_go()
+    kit.store.wait_for("read")[0].let_go()
+    assert other.result(TIMEOUT)["a"].content == "a"
+    stats = kit.manager.statistics()
+    assert (stats.waiting, stats.reserved_nbytes, stats.pinned_nbytes) == (0, 0, 0)
+
+
+def test_those_who_wait_get_room_by_a_deletion(kit):
+    kit.manager.store("a", Value("a"))
+    kit.manager.store("b", Value("b"))
+    kit.manager.set_limit(200, None)
+    admission = kit.manager.admit("out", (), 50)
+    kit.store.wait_for("write")
+    kit.manager.discard("b" if kit.state("b") is not State.SPILLING else "a")
+    assert admission.granted
+    assert not admission.overrun
+    admission.release()
+
+
+# -- many threads ----------------------------------------------------------------------------------------
+
+
+def storm(manager: ProxifyManager, *, threads: int, rounds: int, seed: int, slow: Callable[[], None]) -> list[str]:
+    """Do everything at once from many threads; return what is wrong with what was seen."""
+    keys = [f"key-{n}" for n in range(12)]
+    wrong: list[str] = []
+    start = threading.Barrier(threads)
+    versions = dict.fromkeys(keys, 0)
+    lock = threading.Lock()
+
+    def check(key: str, value: Any) -> None:
+        if not (isinstance(value, np.ndarray) and value[0] == float(key[4:]) and (value[1:] == value[1]).all()):
+            wrong.append(f"{key}: {value!r}")
+
+    def work(number: int) -> None:
+        chance = random.Random(f"{seed} {number}")
+        start.wait(TIMEOUT)
+        for _ in range(rounds):
+            key, other = chance.choice(keys), chance.choice(keys)
+            try:
+                match chance.randrange(11):
+                    case 0 | 1 | 2:
+                        with lock:
+                            versions[key] += 1
+                            version = versions[key]
+                        value = np.full(chance.choice([10, 100, 300]), float(version))
+                        value[0] = float(key[4:])
+                        manager.store(key, value)
+                        del value
+                    case 3:
+                        manager.discard(key)
+                    case 4 | 5:
+                        check(key, manager.get(key))
+                    case 6:
+                        for name, value in manager.get_many([key, other], missing="omit").result(TIMEOUT).items():
+                            check(name, value)
+                    case 7:
+                        with manager.admit(key, [key, other], 800) as admission:
+                            if not admission.wait(TIMEOUT):
+                                wrong.append("waits for ever")
+                            for name, value in manager.materialize(admission).items():
+                                check(name, value)
+                    case 8:
+                        future = manager.get_many([key, other], missing="omit")
+                        future.cancel()
+                    case 9:
+                        manager.prefetch([key, other])
+                        manager.set_offset(chance.choice([0, 0, 1000, -1000]))
+                        manager.expect_uses([key], (chance.random(),), number)
+                        manager.drop_uses([other], number)
+                    case 10:
+                        with manager.pin([key, other]) as pins:
+                            manager.export(pins).result(TIMEOUT)
+                        manager.validate()
+            except (KeyError, StorageError):
+                pass  # deleted by another thread; a disk that fails now and then
+            except BaseException as error:
+                wrong.append(repr(error))
+                raise
+            slow()
+
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(work, number) for number in range(threads)]:
+            future.result()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [
+        (1, {}),
+        (2, {"spill_threads": 3, "restore_threads": 3}),
+        (3, {"keep_clean": False}),
+        (4, {"disk_limit": 6000}),
+        (5, {"faults": True}),
+    ],
+)
+def test_everything_at_once(seed, options):
+    chance = random.Random(seed)
+    faults = options.pop("faults", False)
+
+    def fault(operation: str, number: int) -> Exception | None:
+        return StorageError(5, "now and then") if faults and chance.random() < 0.2 else None
+
+    store = FaultyStore(MemoryStore(), fault)
+    manager = ProxifyManager(
+        limit=5000, store=store, serializer=PickleSerializer(), sizeof=lambda value: value.nbytes, **options
+    )
+    wrong = storm(manager, threads=8, rounds=250, seed=seed, slow=lambda: None)
+    manager.set_offset(0)
+    assert wrong == []
+    manager.validate()
+    stats = manager.statistics()
+    assert min(stats.spills, stats.restores, stats.hits, stats.waits) > 0, "nothing happened"
+    assert (stats.pinned_nbytes, stats.reserved_nbytes, stats.waiting, stats.lost) == (0, 0, 0, 0)
+    for key in list(manager):
+        manager.discard(key)
+    manager.evict_all()
+    assert manager.memory_total() == 0
+    done = threading.Event()
+    manager._engine.reap(done.set)
+    assert done.wait(TIMEOUT)
+    stats = manager.statistics()
+    assert (stats.values, stats.disk_nbytes, stats.spilled_nbytes) == (0, 0, 0)
+    assert store.statistics().records == 0
+    manager.close()
+
+
+def test_finalisers_that_use_the_store(kit):
+    """The garbage collector may run somebody's finaliser in the middle of anything, also with the lock held."""
+    manager = kit.manager
+    kit.store.let_all_go()
+    manager.set_limit(500, None)
+    used = []
+
+    class Trash:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            used.append(manager.peek("a"))
+            len(manager), "b" in manager, list(manager), manager.keys_in(Tier.HOST), manager.memory_total()
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for n in range(300):
+            Trash()
+            manager.store(n % 7, Value(n))
+            manager.store("a", Value("a"))
+            if n % 3 == 0:
+                manager.get((n + 4) % 7 if (n + 4) % 7 in manager else "a")
+            with manager.admit(None, ["a"], 10):
+                Trash()
+            manager.discard(n % 7)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert len(used) == 600
+    manager.validate()
