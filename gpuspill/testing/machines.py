@@ -1,92 +1,27 @@
-"""Any order of any events, for Hypothesis, and how to run them for a given number of steps."""
+"""Any order of any events of the core."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
-import hypothesis
-from hypothesis import HealthCheck
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from gpuspill.core.budget import Kind
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
 from gpuspill.errors import InvalidTransition
 from gpuspill.testing.oracle import Oracle
+from gpuspill.testing.walks import Steps, pick, walk
 
-__all__ = ["Choices", "SpillEvents", "SpillStateMachine", "Steps", "pick", "run_steps", "walk"]
-
-T = TypeVar("T")
+__all__ = ["Choices", "SpillEvents", "SpillStateMachine", "walk_core"]
 
 KEYS = "abcde"
 SIZES = [30, 50, 40, 20, 10, 1, 0, 100]
 LIMITS = [100, 50, 80, 30, 0, 1, 200, None]
 OFFSETS = [0, 20, 90, -30]
-
-
-class Steps:
-    """How many steps were done.
-
-    Attributes
-    ----------
-    done
-        Steps so far, over all examples.
-    """
-
-    def __init__(self) -> None:
-        self.done = 0
-
-
-def run_steps(
-    machine: Callable[[Steps], RuleBasedStateMachine], steps: int, *, seed: int = 0, per_example: int = 50
-) -> Steps:
-    """Run a state machine until it has done so many steps.
-
-    Parameters
-    ----------
-    machine
-        Makes a machine that adds to the given count with each step.
-    steps
-        At least so many.
-    seed
-        The same seed does the same steps.
-    per_example
-        Steps before a fresh machine starts.
-
-    Returns
-    -------
-    Steps
-        With the number done.
-    """
-    count = Steps()
-    while count.done < steps:
-        before = count.done
-        settings = hypothesis.settings(
-            max_examples=max(1, min(1000, (steps - count.done) // per_example)),
-            stateful_step_count=per_example,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
-        run_state_machine_as_test(hypothesis.seed(seed)(_factory(machine, count)), settings=settings)
-        assert count.done > before, "the machine does nothing"
-        seed += 1
-    return count
-
-
-def _factory(machine: Callable[[Steps], RuleBasedStateMachine], count: Steps) -> Any:
-    def factory() -> RuleBasedStateMachine:
-        return machine(count)
-
-    return factory
-
-
-def pick(items: Sequence[T], index: int) -> T:
-    """Return the item that `index` stands for, whatever the number of items."""
-    return items[index % len(items)]
 
 
 class Choices(NamedTuple):
@@ -397,74 +332,29 @@ class SpillEvents:
         oracle.refused(TypeError, lambda: state.alias([], pid))  # type: ignore[arg-type]
 
 
-def _failure(start: tuple[Any, ...], events: Sequence[tuple[str, Choices]]) -> tuple[int, Exception] | None:
-    """Run the events; return how many it took to fail, and how, or None."""
-    machine = SpillEvents(limit=start[0], disk_limit=start[1], keep_clean=start[2])
-    for n, (event, choices) in enumerate(events):
-        try:
-            machine.do(event, choices)
-        except Exception as error:
-            return n + 1, error
-    return None
+_Start = tuple[int | None, int | None, bool]
 
 
-def walk(steps: int, *, seed: int, per_example: int = 200) -> Steps:
-    """Do so many random events: faster than Hypothesis and evenly spread.
-
-    Parameters
-    ----------
-    steps
-        How many.
-    seed
-        The same seed does the same steps.
-    per_example
-        Steps before a fresh state starts.
-
-    Returns
-    -------
-    Steps
-        With the number done.
-
-    Raises
-    ------
-    AssertionError
-        With a short list of events that lead there as a note.
-    """
-    count = Steps()
+def _draw(chance: random.Random) -> tuple[_Start, list[tuple[str, Choices]]]:
     names, weights = zip(*SpillEvents.WEIGHTS.items(), strict=True)
-    while count.done < steps:
-        chance = random.Random(f"{seed} {count.done}")
-        start = chance.choice(LIMITS), chance.choice([None, *LIMITS]), chance.random() < 0.7
-        events = []
-        for event in chance.choices(names, weights, k=per_example):
-            i, j = chance.randrange(64), chance.randrange(64)
-            sizes = chance.choice(SIZES), chance.choice(SIZES)
-            events.append((event, Choices(i, j, *sizes, chance.choice(KEYS), chance.random() < 0.5)))
-        failed = _failure(start, events)
-        if failed is not None:
-            error, events = _shorten(start, events[: failed[0]], failed[1])
-            error.add_note(f"limit, disk limit, clean copies: {start}; then\n" + "\n".join(map(str, events)))
-            raise error
-        count.done += per_example
-    return count
+    start = chance.choice(LIMITS), chance.choice([None, *LIMITS]), chance.random() < 0.7
+    events = []
+    for event in chance.choices(names, weights, k=200):
+        i, j = chance.randrange(64), chance.randrange(64)
+        sizes = chance.choice(SIZES), chance.choice(SIZES)
+        events.append((event, Choices(i, j, *sizes, chance.choice(KEYS), chance.random() < 0.5)))
+    return start, events
 
 
-def _shorten(
-    start: tuple[Any, ...], events: list[tuple[str, Choices]], error: Exception
-) -> tuple[Exception, list[tuple[str, Choices]]]:
-    """Leave out events, many at once and then one by one, as long as it still fails."""
-    size = len(events) // 2
-    while size:
-        at = 0
-        while at < len(events):
-            fewer = events[:at] + events[at + size :]
-            failed = _failure(start, fewer)
-            if failed is not None:
-                events, error = fewer[: failed[0]], failed[1]
-            else:
-                at += size
-        size //= 2
-    return error, events
+def _run(start: _Start, events: list[tuple[str, Choices]]) -> None:
+    machine = SpillEvents(limit=start[0], disk_limit=start[1], keep_clean=start[2])
+    for event, choices in events:
+        machine.do(event, choices)
+
+
+def walk_core(steps: int, *, seed: int) -> Steps:
+    """Do so many random events of the core; see :func:`~gpuspill.testing.walks.walk`."""
+    return walk(_draw, _run, steps, seed=seed)
 
 
 class SpillStateMachine(RuleBasedStateMachine):

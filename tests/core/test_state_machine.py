@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from gpuspill.testing.machines import SpillStateMachine, run_steps, walk
+from gpuspill.testing.machines import SpillStateMachine, walk_core
+from gpuspill.testing.walks import run_steps
 
 SEED = int(os.environ.get("GPUSPILL_SEED", "0"))
 
@@ -26,7 +27,7 @@ def test_any_order_of_events(record_property):
 
 @pytest.mark.timeout(3600)
 def test_a_long_walk(record_property):
-    steps = walk(wanted(20_000), seed=SEED)
+    steps = walk_core(wanted(20_000), seed=SEED)
     record_property("steps", steps.done)
     print(f"{steps.done} random steps of the core's state machine, no contradiction")
     assert steps.done >= wanted(20_000)
