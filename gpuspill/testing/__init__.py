@@ -1,14 +1,18 @@
 """What tests of gpuspill use, shipped for whoever adds a store, a device or a policy.
 
-=======================================  =========================================================================
+======================================== =========================================================================
 :mod:`~gpuspill.testing.pytest_plugin`   fixture that fails a test which leaves something behind; scratch space
 :mod:`~gpuspill.testing.leaks`           what it looks for
 :mod:`~gpuspill.testing.clock`           a clock that a test moves
 :mod:`~gpuspill.testing.oracle`          what the core has to guarantee, judged by a model that shares no code with it
-:mod:`~gpuspill.testing.machines`        any order of the core's events, for Hypothesis
+:mod:`~gpuspill.testing.machines`        any order of the core's events, each judged by the oracle
+:mod:`~gpuspill.testing.managers`        a manager without threads, which does what it is told
+:mod:`~gpuspill.testing.manager_machine` any order of a manager's events, also in the middle of its moves
+:mod:`~gpuspill.testing.walks`           running these for a given number of steps
 :mod:`~gpuspill.testing.stores`          stores in memory, with faults, with gates
+:mod:`~gpuspill.testing.memory_store`    stores whose every operation waits for the test, or for what it does meanwhile
 :mod:`~gpuspill.testing.store_tests`     what every store has to pass
-=======================================  =========================================================================
+======================================== =========================================================================
 
 Nothing else in gpuspill imports this package.
 """
