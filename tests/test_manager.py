@@ -428,7 +428,7 @@ def test_storing_an_evicted_value_that_is_alive_finds_it(kit, key):
 
 def test_the_memory_of_an_evicted_value_may_be_used_for_another(kit):
     """What is remembered of the identity of a value that has died is not taken for another one."""
-    for n in range(50):
+    for n in range(8):
         value = Knot(n)
         kit.manager.store("a", value)
         outlast_patience(kit)

@@ -10,7 +10,7 @@ from gpuspill.errors import DataLostError
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
 
-__all__ = ["LostValue", "Poison", "ResidentView", "View"]
+__all__ = ["ClosedView", "LostValue", "Poison", "ResidentView", "View"]
 
 _MISSING = object()
 
@@ -41,6 +41,22 @@ class View:
             return self.values.pop(key)
         except KeyError:
             return self.store[key]
+
+
+class ClosedView(View):
+    """A view that contains nothing else, whatever the store holds.
+
+    What came into the store after the values were got ready may have left memory again already, and must not be read
+    on the event loop. Whoever asked for it asks again.
+    """
+
+    __slots__ = ()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.values
+
+    def __getitem__(self, key: Hashable) -> Any:
+        return self.values.pop(key)
 
 
 class ResidentView(View):

@@ -47,7 +47,7 @@ from gpuspill.distributed.internals import (
 )
 from gpuspill.distributed.jobs import Job, granted
 from gpuspill.distributed.sending import Parcel, pack
-from gpuspill.distributed.views import LostValue, Poison, ResidentView, View
+from gpuspill.distributed.views import ClosedView, LostValue, Poison, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
 from gpuspill.errors import DataLostError, ManagerClosed
 
@@ -83,7 +83,9 @@ def spilling_class(base: Any) -> Any:
         def data(self) -> Any:
             store = self.memory_manager.data
             view = _VIEW.get()
-            return view if view is not None and view.values and view.store is store else store
+            if view is None or view.store is not store:
+                return store
+            return view if view.values or isinstance(view, ClosedView) else store
 
         async def execute(self, key: Any, *, stimulus_id: str) -> Any:
             attachment = self._gpuspill
@@ -132,7 +134,7 @@ def spilling_class(base: Any) -> Any:
                 self.transfer_outgoing_count -= 1
             # Those that were given up meanwhile are not here any more for distributed, which looks up their sizes.
             values = {key: value for key, value in parcel.values.items() if key in self.state.tasks}
-            token = _VIEW.set(View(attachment.store, values))
+            token = _VIEW.set(ClosedView(attachment.store, values))
             del values
             try:
                 return await super().get_data(comm, keys, who=who, serializers=serializers)
