@@ -22,7 +22,7 @@ from gpuspill.errors import ConfigError
 
 __all__ = ["FlightsJob", "Tables", "load_part", "load_tables"]
 
-_SORTED_COLUMNS = ["time_hour", "carrier", "tailnum", "origin", "dest", "distance", "dep_delay", "arr_delay"]
+_SORTED_COLUMNS = ["time_hour", "origin", "distance", "dep_delay"]
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,16 @@ def load_part(copy: int, path: str) -> pd.DataFrame:
     path
         A Parquet file with some of the flights of 2013.
     """
-    flights = pd.read_parquet(path)
-    flights["year"] += copy
-    flights["time_hour"] += pd.DateOffset(years=copy)
-    flights["flight"] += copy
-    flights["dep_delay"] += copy % 7
-    return flights
+    return _vary(pd.read_parquet(path), copy)
+
+
+def _vary(flights: pd.DataFrame, copy: int) -> pd.DataFrame:
+    return flights.assign(
+        year=flights["year"] + copy,
+        time_hour=flights["time_hour"] + pd.DateOffset(years=copy),
+        flight=flights["flight"] + copy,
+        dep_delay=flights["dep_delay"] + copy % 7,
+    )
 
 
 class FlightsJob(Job):
@@ -102,13 +106,14 @@ class FlightsJob(Job):
         if rows is not None:
             # Every so many rows, so that the whole year is there.
             flights = flights.iloc[:: max(1, len(flights) // rows)]
+        self._first = flights
         self._paths = [str(directory / f"flights-{part}.parquet") for part in range(parts)]
         for part, path in enumerate(self._paths):
             flights.iloc[len(flights) * part // parts : len(flights) * (part + 1) // parts].to_parquet(path)
 
     def load_copy(self, copy: int) -> pd.DataFrame:
         """Return one copy of the flights."""
-        return pd.concat([load_part(copy, path) for path in self._paths])
+        return _vary(self._first, copy)
 
     @cached_property
     def _bytes_per_copy(self) -> int:

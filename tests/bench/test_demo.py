@@ -16,7 +16,7 @@ from distributed import Client, Future, LocalCluster
 from rich.console import Console
 
 from gpuspill.demo.arrays import ArrayJob
-from gpuspill.demo.flights import FlightsJob, _in_order, load_tables
+from gpuspill.demo.flights import FlightsJob, _in_order, load_part, load_tables
 from gpuspill.demo.jobs import Answers, Job, differences
 from gpuspill.demo.run import FULL, QUICK, Size, demonstrate, make_jobs
 from gpuspill.demo.view import ClusterView, Rates, WorkerState, _Meter, draw, line
@@ -175,6 +175,13 @@ def test_order_is_checked_within_and_between_partitions() -> None:
 def flights(tmp_path_factory: pytest.TempPathFactory) -> FlightsJob:
     pytest.importorskip("pyarrow")
     return FlightsJob(tmp_path_factory.mktemp("flights"), copies=3, parts=2, rows=2_000)
+
+
+def test_the_files_that_workers_read_make_up_the_copies(flights: FlightsJob) -> None:
+    for copy in range(3):
+        pd.testing.assert_frame_equal(
+            pd.concat([load_part(copy, path) for path in flights._paths]), flights.load_copy(copy)
+        )
 
 
 def test_copies_differ(flights: FlightsJob) -> None:
