@@ -21,7 +21,7 @@ from typing import Any
 
 from gpuspill.device.arrays import ArrayRegistry, Recipe
 from gpuspill.device.base import Allocation, AllocationId, Device
-from gpuspill.tier.units import Dead, DeviceMemory, Unit, Watch
+from gpuspill.tier.units import Dead, DeviceMemory, Skeleton, Unit, Watch
 
 __all__ = ["Book"]
 
@@ -50,6 +50,8 @@ class Book:
     ----------
     dead
         What skeletons let go of.
+    skeletons
+        How many there are.
 
     Notes
     -----
@@ -69,6 +71,7 @@ class Book:
         self._departed: deque[_Entry] = deque()
         self._gone: deque[Any] = deque()
         self.dead: Dead = deque()
+        self.skeletons = 0
 
     # -- units -------------------------------------------------------------------------------------
 
@@ -84,12 +87,24 @@ class Book:
         with self._lock:
             return self._units[number]
 
+    def skeleton(self, tree: Any, units: tuple[Unit, ...]) -> Skeleton:
+        """Return a skeleton, to which the references to `units` go that the caller has."""
+        with self._lock:
+            self.skeletons += 1
+        return Skeleton(tree, units, self.dead)
+
+    def knows(self, identity: AllocationId) -> bool:
+        """Whether :meth:`join` would find a unit."""
+        with self._lock:
+            entry = self._known.get(identity)
+            return entry is not None and entry.watch() is not None and entry.unit.references > 0
+
     def join(self, identity: AllocationId) -> Unit | None:
         """Return the unit of an allocation that is alive, with one reference more; None if there is none."""
         with self._lock:
-            entry = self._known.get(identity)
-            if entry is None or entry.watch() is None or not entry.unit.references:
+            if not self.knows(identity):
                 return None
+            entry = self._known[identity]
             entry.unit.references += 1
             return entry.unit
 
@@ -185,7 +200,9 @@ class Book:
         unused = []
         with self._lock:
             while self.dead:
-                for unit in self.dead.popleft():
+                whole, units = self.dead.popleft()
+                self.skeletons -= whole
+                for unit in units:
                     unit.references -= 1
                     if not unit.references:
                         unused.append(unit)

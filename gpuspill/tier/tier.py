@@ -23,7 +23,10 @@ from gpuspill.tier.serializer import DeviceSerializer
 from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton, Unit
 from gpuspill.walk import replace
 
-__all__ = ["DeviceTier", "TierStatistics"]
+__all__ = ["DeviceTier", "TierStatistics", "lost"]
+
+#: What a skeleton is charged for in host memory, at least.
+SKELETON_NBYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class TierStatistics:
         Moves from the device, and back, so far.
     out_of_memory, out_of_memory_helped
         Times an allocation did not fit, and times something was freed for it.
+    loop_io
+        Copies that the event loop's thread made or waited for.
     overruns
         Admissions granted beyond the limit because nothing could be freed.
     """
@@ -65,6 +70,7 @@ class TierStatistics:
     restores: int
     out_of_memory: int
     out_of_memory_helped: int
+    loop_io: int
     overruns: int
 
 
@@ -164,12 +170,12 @@ class DeviceTier:
         try:
             tree = replace(value, stand_in)
         except BaseException as error:
-            self._book.dead.append(tuple(units))
+            self._book.dead.append((False, tuple(units)))
             self.settle()
             if not isinstance(error, TypeError):
                 raise
             return value  # some container of it cannot be made anew
-        return Skeleton(tree, tuple(units), self._book.dead) if units else value
+        return self._book.skeleton(tree, tuple(units)) if units else value
 
     def _describe(self, item: Any) -> ArrayDescription | None:
         cls = type(item)
@@ -200,7 +206,7 @@ class DeviceTier:
                 self.manager.discard(new)
                 self._note(unit, array, found)
         if unit in units:
-            self._book.dead.append((unit,))  # one reference for each skeleton
+            self._book.dead.append((False, (unit,)))  # one reference for each skeleton
         units[unit] = None
         return unit
 
@@ -243,10 +249,38 @@ class DeviceTier:
                 self._guard.verify()
             return self._build(value, self.manager.materialize(pins))
 
-    def resolve_later(self, values: Mapping[Hashable, Any]) -> Future[dict[Hashable, Any]]:
+    def resolve_all(self, values: Mapping[Hashable, Any], admission: Admission | None = None) -> dict[Hashable, Any]:
+        """Return several values resolved; as :meth:`resolve`. A DataLostError names the key.
+
+        Parameters
+        ----------
+        values
+            Values by key.
+        admission
+            What :meth:`admit` returned for them, if it was asked.
+        """
+        if admission is not None and admission.pids:
+            self._guard.verify()
+            try:
+                # All at once, and out of what was promised.
+                self.manager.materialize(admission)
+            except DataLostError as error:
+                raise _named(error, values) from error
+        resolved = {}
+        for key, value in values.items():
+            try:
+                resolved[key] = self.resolve(value)
+            except DataLostError as error:
+                raise lost(error, key) from error
+        return resolved
+
+    def resolve_later(
+        self, values: Mapping[Hashable, Any], admission: Admission | None = None
+    ) -> Future[dict[Hashable, Any]]:
         """Return a future of several values resolved, copied on the manager's threads; never blocks.
 
-        Done at once if everything is on the device. A DataLostError in it names the key.
+        Done at once if everything is on the device. A DataLostError in it names the key. Parameters as for
+        :meth:`resolve_all`.
         """
         result: Future[dict[Hashable, Any]] = Future()
         units = dict.fromkeys(unit for value in values.values() if type(value) is Skeleton for unit in value.units)
@@ -254,7 +288,7 @@ class DeviceTier:
             result.set_result(dict(values))
             return result
         self._guard.verify()
-        pins = self.manager.pin(units)
+        pins = None if admission is not None and units.keys() <= admission.pids.keys() else self.manager.pin(units)
         held = dict(values)  # the skeletons, and so the units
 
         def build(source: Future[dict[Hashable, Any]]) -> None:
@@ -266,9 +300,12 @@ class DeviceTier:
                     result.set_exception(_named(error, held))
                 except BaseException as error:
                     result.set_exception(error)
-            pins.release()
+            if pins is not None:
+                pins.release()
 
-        self.manager.materialize_later(pins).add_done_callback(build)
+        chosen = admission if pins is None else pins
+        assert chosen is not None
+        self.manager.materialize_later(chosen).add_done_callback(build)
         return result
 
     def _build(self, value: Any, memories: Mapping[Hashable, DeviceMemory]) -> Any:
@@ -298,23 +335,37 @@ class DeviceTier:
         units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
         return self.manager.admit(label, units, output_nbytes)
 
-    def fits(self, nbytes: int) -> bool:
+    def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would leave half of the limit free."""
         limit = self.manager.limit
         return limit is None or self.manager.memory_total() + nbytes < limit // 2
 
-    def nbytes_on_device(self, value: Any) -> int:
-        """Bytes of the memory that a plain value has on the device, each allocation once. Looks at all of it."""
+    def new_nbytes(self, value: Any) -> int:
+        """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
         found: dict[Any, int] = {}
 
         def look(item: Any) -> Any:
             described = self._describe(item)
-            if described is not None:
+            if described is not None and described.recipe is not None and not self._book.knows(described.identity):
                 found[described.identity] = described.identity.nbytes
             return item
 
         replace(value, look)
         return sum(found.values())
+
+    def host_nbytes(self, skeleton: Skeleton, nbytes: int | None) -> int:
+        """Bytes that a skeleton takes in host memory.
+
+        Parameters
+        ----------
+        skeleton
+            What :meth:`proxify` returned.
+        nbytes
+            Size of the whole value, if it is known: it may have more than arrays of the device.
+        """
+        if nbytes is None or type(skeleton.tree) is Leaf:
+            return SKELETON_NBYTES
+        return max(SKELETON_NBYTES, nbytes - skeleton.device_nbytes)
 
     def settle(self) -> None:
         """Let go of what nobody refers to any more, and count what lingers. Costs next to nothing if there is none."""
@@ -328,6 +379,11 @@ class DeviceTier:
         lingering = book.lingering_nbytes
         if lingering != self.manager.offset:
             self.manager.set_offset(lingering)
+
+    @property
+    def skeletons(self) -> int:
+        """How many skeletons there are."""
+        return self._book.skeletons
 
     # -- numbers -----------------------------------------------------------------------------------
 
@@ -347,6 +403,7 @@ class DeviceTier:
             restores=statistics.restores,
             out_of_memory=self._guard.calls,
             out_of_memory_helped=self._guard.helped,
+            loop_io=statistics.loop_io,
             overruns=statistics.overruns,
         )
 
@@ -377,11 +434,16 @@ class DeviceTier:
         self.manager.close()
 
 
+def lost(error: DataLostError, key: Hashable) -> DataLostError:
+    """Return the error under the key of a value, part of which is lost."""
+    return DataLostError(f"what {key!r} has on the device is lost: {error.message}", key)
+
+
 def _named(error: DataLostError, values: Mapping[Hashable, Any]) -> DataLostError:
     """Return the error under the key of the value that is lost."""
     for key, value in values.items():
         if type(value) is Skeleton and error.key in value.units:
-            return DataLostError(error.message, key)
+            return lost(error, key)
     return error
 
 

@@ -17,8 +17,8 @@ from gpuspill.device.base import Allocation, AllocationId
 
 __all__ = ["Dead", "DeviceMemory", "Internal", "Leaf", "Skeleton", "Unit", "Watch"]
 
-#: Units that skeletons let go of, to be counted down by whoever comes next.
-Dead: TypeAlias = "deque[tuple[Unit, ...]]"
+#: Whether a skeleton died, and units to be counted down by whoever comes next.
+Dead: TypeAlias = "deque[tuple[bool, tuple[Unit, ...]]]"
 
 
 class Internal:
@@ -30,7 +30,11 @@ class Internal:
         self.number = number
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.number}>"
+        return f"<{type(self).__name__.strip('_').lower()} {self.number}>"
+
+    def __reduce__(self) -> Any:
+        # Errors name keys, and travel.
+        return str, (repr(self),)
 
 
 class Unit(Internal):
@@ -138,7 +142,7 @@ class Skeleton:
 
     def __del__(self) -> None:
         # In any thread, at any point: no lock, and nothing that could call back.
-        self._dead.append(self.units)
+        self._dead.append((True, self.units))
 
     def __reduce__(self) -> Any:
         raise TypeError("what stands for a value on the device cannot be pickled; resolve it first")
