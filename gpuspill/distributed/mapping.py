@@ -8,8 +8,10 @@ before anybody asks; where a hook is missing the result is the same, only the ca
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
+from collections import deque
 from collections.abc import (
     Awaitable,
     Callable,
@@ -45,6 +47,12 @@ logger = logging.getLogger("gpuspill")
 #: Seconds between two warnings about reads that blocked the event loop.
 _WARN_INTERVAL = 300.0
 _MISSING = object()
+
+
+class _ParkedKey(Internal):
+    """Key of a value that a task has parked."""
+
+    __slots__ = ()
 
 
 class SpilledSize(NamedTuple):
@@ -108,6 +116,9 @@ class SpillStore(MutableMapping[Hashable, object]):
         tier: DeviceTier | None = None,
     ) -> None:
         self.tier = tier
+        self._parked: set[Internal] = set()
+        self._unparked: deque[Internal] = deque()
+        self._numbers = itertools.count(1)
         self.manager = manager
         self.records = records
         self.settings = Settings() if settings is None else settings
@@ -121,6 +132,8 @@ class SpillStore(MutableMapping[Hashable, object]):
     # -- mapping -----------------------------------------------------------------------------------
 
     def __setitem__(self, key: Hashable, value: object) -> None:
+        if self._unparked:
+            self._give_up_parked()
         if isinstance(value, Wire):
             self.manager.store_encoded(key, value.encoded)
             return
@@ -187,13 +200,39 @@ class SpillStore(MutableMapping[Hashable, object]):
         return key in self.manager
 
     def __len__(self) -> int:
-        return len(self.manager) if self.tier is None else len(_own(self.manager.keys()))
+        return len(_own(self.manager.keys())) if self.has_internal_keys else len(self.manager)
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(_own(self.manager.keys()))
 
+    # -- parking -----------------------------------------------------------------------------------
+
+    @property
+    def has_internal_keys(self) -> bool:
+        """Whether the manager may have keys that are not shown."""
+        return self.tier is not None or bool(self._parked)
+
+    def park(self, value: object) -> Internal:
+        """Store a value under a key of its own, which is not shown; returns the key."""
+        key = _ParkedKey(next(self._numbers))
+        self._parked.add(key)
+        self[key] = value
+        return key
+
+    def unpark_later(self, key: Internal) -> None:
+        """Give a parked value up, soon. May be called from a finaliser: takes no lock."""
+        self._unparked.append(key)
+
+    def _give_up_parked(self) -> None:
+        with suppress(IndexError):
+            while True:
+                key = self._unparked.popleft()
+                self.pop_quietly(key)
+                self._parked.discard(key)
+
     def clear(self) -> None:
         """Delete all keys. Reads nothing."""
+        self._give_up_parked()
         for key in list(self):
             self.pop_quietly(key)
 
@@ -309,6 +348,8 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def statistics(self) -> Statistics:
         """Return a snapshot of every number. O(1)."""
+        if self._unparked:
+            self._give_up_parked()
         found = self.manager.statistics()
         if self.tier is None:
             return found
@@ -408,7 +449,7 @@ class _TierView(Mapping[Hashable, object]):
             return False
 
     def __len__(self) -> int:
-        if self._store.tier is not None:
+        if self._store.has_internal_keys:
             return sum(1 for _ in self)
         spilled = self._store.manager.spilled_count
         return spilled if self._tier is Tier.DISK else len(self._store) - spilled

@@ -235,4 +235,8 @@ class Book:
         """Whether the allocation of a unit on the device is known as that unit's. For tests."""
         with self._lock:
             entry = self._known.get(memory.identity)
-            return entry is not None and entry.unit is memory.unit and entry.watch() is memory.keeper
+            return (
+                entry is not None
+                and entry.unit is memory.unit
+                and any(entry.watch() is kept for kept in (memory.keeper, memory))
+            )

@@ -337,8 +337,8 @@ class DeviceTier:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would leave half of the limit free."""
-        limit = self.manager.limit
-        return limit is None or self.manager.memory_total() + nbytes < limit // 2
+        manager = self.manager
+        return manager.limit is None or manager.memory_total() + manager.offset + nbytes < manager.limit // 2
 
     def new_nbytes(self, value: Any) -> int:
         """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
