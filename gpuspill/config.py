@@ -172,11 +172,11 @@ def _device_limit(name: str, value: Any) -> int | float | Literal["auto"] | None
 
 
 def _device(name: str, value: Any) -> str | None:
-    if value in _OFF:
+    if _off(value):
         return None
-    if value not in ("auto", "simulated"):
+    if _word(value) not in ("auto", "simulated"):
         raise _fail(name, value, "'auto', 'simulated', or None for no device")
-    return str(value)
+    return str(_word(value))
 
 
 def _size(name: str, value: Any) -> int:

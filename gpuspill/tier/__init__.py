@@ -7,12 +7,14 @@
 :mod:`~gpuspill.tier.serializer`       memory to host bytes and back
 :mod:`~gpuspill.tier.records`          records of the device's manager, kept by the host's
 :mod:`~gpuspill.tier.pressure`         what happens when an allocation does not fit
+:mod:`~gpuspill.tier.statistics`       the numbers
 =====================================  ====================================================================
 """
 
 from __future__ import annotations
 
-from gpuspill.tier.tier import DeviceTier, TierStatistics
+from gpuspill.tier.statistics import TierStatistics
+from gpuspill.tier.tier import DeviceTier
 from gpuspill.tier.units import Internal, Skeleton
 
 __all__ = ["DeviceTier", "Internal", "Skeleton", "TierStatistics"]

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from gpuspill.admission import Admission
@@ -20,58 +19,14 @@ from gpuspill.tier.book import Book
 from gpuspill.tier.pressure import OutOfMemoryGuard
 from gpuspill.tier.records import HostRecords
 from gpuspill.tier.serializer import DeviceSerializer
+from gpuspill.tier.statistics import TierStatistics
 from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton, Unit
 from gpuspill.walk import replace
 
-__all__ = ["DeviceTier", "TierStatistics", "lost"]
+__all__ = ["DeviceTier", "lost"]
 
 #: What a skeleton is charged for in host memory, at least.
 SKELETON_NBYTES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
-    """A snapshot of the device tier. Sizes in bytes.
-
-    Attributes
-    ----------
-    limit
-        Bytes of values to keep on the device; None for no limit.
-    units
-        Allocations that are known, wherever they are.
-    device_nbytes
-        Bytes of those on the device, those arriving included.
-    pinned_nbytes
-        The part of it that is in use by tasks.
-    reserved_nbytes
-        Bytes promised to tasks that have not arrived yet.
-    spilled_nbytes
-        Bytes of those that are not on the device.
-    lingering_nbytes
-        Bytes that are still on the device because somebody has a view on what left.
-    spills, restores
-        Moves from the device, and back, so far.
-    out_of_memory, out_of_memory_helped
-        Times an allocation did not fit, and times something was freed for it.
-    loop_io
-        Copies that the event loop's thread made or waited for.
-    overruns
-        Admissions granted beyond the limit because nothing could be freed.
-    """
-
-    limit: int | None
-    units: int
-    device_nbytes: int
-    pinned_nbytes: int
-    reserved_nbytes: int
-    spilled_nbytes: int
-    lingering_nbytes: int
-    spills: int
-    restores: int
-    out_of_memory: int
-    out_of_memory_helped: int
-    loop_io: int
-    overruns: int
 
 
 class DeviceTier:
