@@ -217,6 +217,12 @@ class ProxifyManager:
                 return default
             return self._restorer.hit(entry)
 
+    def look(self, key: Hashable) -> Any:
+        """Return the value of `key` as it is in memory, else None. No use: what the manager knows stays as it is."""
+        with self._metadata:
+            entry = self._ledger.keys.get(key)
+            return None if entry is None else self._metadata.slots[entry.pid].value
+
     # -- values --------------------------------------------------------------------------------------
 
     def get(self, key: Hashable) -> Any:
@@ -532,6 +538,11 @@ class ProxifyManager:
         with self._metadata as state:
             for key in keys:
                 state.drop_use(key, user)
+
+    def next_use(self, key: Hashable) -> Order | None:
+        """When `key` is needed next, as far as that is known."""
+        with self._metadata as state:
+            return state.uses.next(key)
 
     # -- limits and numbers --------------------------------------------------------------------------
 

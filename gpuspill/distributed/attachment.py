@@ -28,6 +28,7 @@ from gpuspill.distributed.jobs import Job, OutputSizes
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.memory import MemoryFollower
 from gpuspill.distributed.metrics import heartbeat
+from gpuspill.distributed.uses import TieredUses
 from gpuspill.distributed.wire import Window
 from gpuspill.distributed.worker import spilling_class
 from gpuspill.errors import ConfigError, DataLostError
@@ -102,7 +103,7 @@ class Attachment:
             pool=store.pool,
         )
         self.hints = Hints(
-            store.manager,
+            store.manager if store.tier is None else TieredUses(store.manager, store.tier),
             needed=self._is_tight,
             backlog=partial(internals.unfinished, worker),
             inputs=partial(internals.next_use, worker),
@@ -158,7 +159,7 @@ class Attachment:
         if tier is None:
             return Job(manager, admission, wait=wait)
         try:
-            device_admission = tier.admit(key, map(manager.peek, inputs), on_device)
+            device_admission = tier.admit(key, map(manager.look, inputs), on_device)
         except KeyError:
             admission.release()
             return None
@@ -182,7 +183,9 @@ class Attachment:
 
     def _is_tight(self) -> bool:
         """Whether something is on disk or may soon have to be."""
-        manager = self.store.manager
+        manager, tier = self.store.manager, self.store.tier
+        if tier is not None and (tier.manager.spilled_count or not tier.has_room(0)):
+            return True
         return bool(manager.spilled_count) or manager.memory_total() >= self._at_ease_below
 
     # -- the rest --------------------------------------------------------------------------------

@@ -148,6 +148,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             skeleton = self.tier.proxify(value, key)
             if skeleton is not value:
                 self.manager.store(key, skeleton, self.tier.host_nbytes(skeleton, nbytes), spillable=False)
+                self.tier.expect_use(skeleton, self.manager.next_use(key), key)
                 self.tier.settle()
                 return
         self.manager.store(key, value, nbytes)
@@ -181,7 +182,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         """Whether the value of `key` can be had without reading or copying anything. KeyError if unknown."""
         if not self.manager.is_resident(key):
             return False
-        return self.tier is None or self.tier.is_ready(self.manager.peek(key))
+        return self.tier is None or self.tier.is_ready(self.manager.look(key))
 
     def peek(self, key: Hashable, default: Any = None) -> Any:
         """Return the value of `key` if it :meth:`is_ready`, else `default`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from gpuspill.admission import Admission
 from gpuspill.buffers import BufferPool
+from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
 from gpuspill.device.arrays import ArrayDescription, ArrayRegistry
 from gpuspill.device.base import Device
@@ -290,6 +291,32 @@ class DeviceTier:
         units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
         return self.manager.admit(label, units, output_nbytes)
 
+    def expect_use(self, value: Any, order: Order | None, user: Hashable) -> None:
+        """Note when `user`, a key, is needed next; a smaller `order` is sooner, None says that nothing is known.
+
+        Parameters
+        ----------
+        value
+            The skeleton of the key.
+        order, user
+            As above.
+        """
+        if type(value) is not Skeleton:
+            return
+        if order is not None:
+            for unit in value.units:
+                unit.users.add(user)
+            self.manager.expect_uses(value.units, order, user)
+        elif any(user in unit.users for unit in value.units):
+            for unit in value.units:
+                unit.users.discard(user)
+            self.manager.drop_uses(value.units, user)
+
+    def prefetch(self, values: Iterable[Any]) -> int:
+        """Begin to copy to the device what values have, as far as there is room; return how many units."""
+        units = [unit for value in values if type(value) is Skeleton for unit in value.units]
+        return self.manager.prefetch(units) if units else 0
+
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would leave half of the limit free."""
         manager = self.manager
@@ -327,6 +354,8 @@ class DeviceTier:
         book = self._book
         if book.unsettled:
             for unit in book.settle():
+                for user in list(unit.users):
+                    self.manager.drop_uses([unit], user)
                 with suppress(KeyError):
                     self.manager.discard(unit)
             if book.unsettled:  # what that let go of

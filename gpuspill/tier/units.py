@@ -48,14 +48,17 @@ class Unit(Internal):
         How many skeletons have it. Once none has, it is gone for good.
     arrays
         The arrays on it that are somewhere in use.
+    users
+        The keys of which the device's manager knows when they are needed next.
     """
 
-    __slots__ = ("arrays", "nbytes", "references")
+    __slots__ = ("arrays", "nbytes", "references", "users")
 
     def __init__(self, number: int, nbytes: int) -> None:
         super().__init__(number)
         self.nbytes = nbytes
         self.references = 0
+        self.users: set[Any] = set()
         self.arrays: dict[Recipe, weakref.ref[Any]] = {}
 
     @property

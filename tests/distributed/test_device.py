@@ -6,7 +6,7 @@ import operator
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import get_worker, wait
+from distributed import Event, get_worker, wait
 from distributed.utils_test import async_poll_for
 
 import gpuspill
@@ -295,6 +295,29 @@ async def test_numbers_of_the_device(c, s, a, device):
     assert frame.loc[a.address, "device_spills"] == statistics.device_spills
     # Of what is spilled, the worker's size is what the scheduler has.
     assert s.tasks[xs[0].key].nbytes == CHUNK
+
+
+@on_device(limits=("1 MiB",), nthreads=[("127.0.0.1", 1)])
+async def test_what_is_needed_next_is_known_to_the_device(c, s, a, device):
+    xs = c.map(make, range(20), pure=False)
+    await wait(xs)
+    uses = a.data.tier.manager._metadata.state.uses
+    units = [a.data.manager.look(x.key).units[0] for x in xs]
+    event = Event("go", client=c)
+    blocker = c.submit(lambda: Event("go").wait(timeout=60), priority=10)
+    ys = c.map(total, xs)
+    await async_poll_for(lambda: all(y.key in a.state.tasks for y in ys), timeout=10)
+    await async_poll_for(lambda: all(uses.next(unit) is not None for unit in units), timeout=10)
+    order = [uses.next(unit) for unit in units]
+    assert order == sorted(order)
+    await event.set()
+    await wait([blocker, *ys])
+    await async_poll_for(lambda: not len(uses), timeout=10)
+    assert not any(unit.users for unit in units)
+    # Known before the value is there, too.
+    zs = c.map(total, c.map(make, range(5), pure=False))
+    await wait(zs)
+    await async_poll_for(lambda: not len(uses), timeout=10)
 
 
 @spilling(limits=("1 MiB",), nthreads=ONE)
