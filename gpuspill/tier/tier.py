@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -25,6 +26,8 @@ from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton, Unit
 from gpuspill.walk import replace
 
 __all__ = ["DeviceTier", "lost"]
+
+logger = logging.getLogger("gpuspill")
 
 #: What a skeleton is charged for in host memory, at least.
 SKELETON_NBYTES = 256
@@ -104,7 +107,7 @@ class DeviceTier:
         Parameters
         ----------
         value
-            Anything.
+            Anything. What cannot be taken apart is returned as it is.
         label
             Under which room was promised to it, by :meth:`admit`.
         """
@@ -128,9 +131,11 @@ class DeviceTier:
         except BaseException as error:
             self._book.dead.append((False, tuple(units)))
             self.settle()
-            if not isinstance(error, TypeError):
+            if not isinstance(error, Exception):
                 raise
-            return value  # some container of it cannot be made anew
+            # Looking into somebody's types runs their code. Storing must not fail for it: then the value stays whole.
+            logger.debug("cannot take a value of type %s apart", type(value).__qualname__, exc_info=True)
+            return value
         return self._book.skeleton(tree, tuple(units)) if units else value
 
     def _describe(self, item: Any) -> ArrayDescription | None:
@@ -288,6 +293,7 @@ class DeviceTier:
             Bytes that the output is expected to take on the device.
         """
         self.settle()
+        self._guard.verify()
         units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
         return self.manager.admit(label, units, output_nbytes)
 
@@ -332,7 +338,10 @@ class DeviceTier:
                 found[described.identity] = described.identity.nbytes
             return item
 
-        replace(value, look)
+        try:
+            replace(value, look)
+        except Exception:
+            return 0  # nothing of it will be known
         return sum(found.values())
 
     def host_nbytes(self, skeleton: Skeleton, nbytes: int | None) -> int:

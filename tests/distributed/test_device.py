@@ -1,13 +1,14 @@
 """Workers with a device: what their tasks return is on it, and spilled from there."""
 
 import asyncio
+import gc
 import operator
 
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Event, get_worker, wait
-from distributed.utils_test import async_poll_for
+from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
 
 import gpuspill
 from gpuspill import simulated
@@ -335,6 +336,24 @@ async def test_skeletons_never_show(c, s, a, device):
     assert seen == "Array"
     assert type(a.data.manager.peek("x")) is Skeleton
     assert type(a.data["x"]) is Array
+
+
+def test_a_running_worker_gets_a_device(device):
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=NO_AMM)
+    async def body(c, s, a):
+        xs = c.map(make, range(20), pure=False)
+        await wait(xs)
+        await c.register_plugin(
+            gpuspill.SpillPlugin(device="simulated", device_memory_limit=LIMIT, host_limit=2 * LIMIT)
+        )
+        statistics = await checked(a)
+        assert statistics.units == 20
+        assert statistics.device_nbytes == device.statistics().live_bytes <= LIMIT
+        assert await c.gather(c.map(total, xs)) == [i * CHUNK // 8 for i in range(20)]
+
+    body()
+    gc.collect()
+    assert device.statistics().live_bytes == 0
 
 
 def test_settings(device):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
+from gpuspill.device.base import DeviceError
 from gpuspill.errors import DataLostError, ManagerClosed
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import PickleSerializer
@@ -320,6 +321,29 @@ def test_a_value_that_cannot_be_rebuilt_is_left_alone(rig):
     assert rig.statistics().units == 0
 
 
+def test_a_value_whose_own_code_fails_is_left_alone(rig):
+    @dataclasses.dataclass
+    class Fragile:
+        array: object
+
+        def __copy__(self):
+            raise ValueError("no")
+
+    @dataclasses.dataclass
+    class Lazy:
+        array: object
+
+        def __getattribute__(self, name):
+            if name == "array":
+                raise ValueError("no")
+            return super().__getattribute__(name)
+
+    for value in (Fragile(asarray(np.ones(4))), [Lazy(asarray(np.ones(4)))]):
+        assert rig.tier.proxify(value) is value
+        assert rig.tier.new_nbytes([Lazy(1)]) == 0
+    assert rig.statistics().units == 0
+
+
 def test_arrays_without_bytes(rig):
     rig.put("x", [asarray(np.ones((0, 3))), asarray(np.ones(2))])
     rig.to_disk()
@@ -349,6 +373,47 @@ def test_out_of_memory_while_restoring(make):
         np.testing.assert_array_equal(asnumpy(rig.get(i)), np.full(128, float(i)))
     assert rig.live() <= 2 * KB
     assert rig.device.statistics().failed_allocations == 0
+
+
+def test_a_restore_for_which_there_is_no_room_may_be_tried_again(make):
+    rig = make(memory=2 * KB)
+    rig.put("x", asarray(np.arange(128.0)))
+    rig.to_host()
+    mine = asarray(np.ones(256))
+    with pytest.raises(MemoryError):
+        rig.get("x")
+    rig.tier.validate()
+    assert rig.statistics().device_nbytes == 0
+    del mine
+    np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(128.0))
+
+
+def test_a_copy_that_fails_leaves_the_unit_where_it_is(rig, monkeypatch):
+    rig.put("x", asarray(np.arange(10.0)))
+    with monkeypatch.context() as patch:
+
+        def fail(*args, **kwargs):
+            raise DeviceError("broken")
+
+        patch.setattr(rig.device, "copy_to_host", fail)
+        assert rig.tier.manager.make_room(1) == 0
+    assert rig.statistics().device_nbytes == rig.live() == 80
+    assert rig.tier.manager.make_room(1) == 80  # tried again
+    assert rig.live() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.device, "copy_to_device", fail)
+        with pytest.raises(DeviceError):
+            rig.get("x")
+    assert rig.live() == 0
+    np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(10.0))
+
+
+def test_large_units_are_copied_in_pieces(rig, monkeypatch):
+    monkeypatch.setattr("gpuspill.tier.serializer.CHUNK_NBYTES", 1000)
+    rig.put("x", asarray(np.arange(1000.0)))
+    rig.to_disk()
+    np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(1000.0))
+    assert rig.device.statistics().copies_to_host >= 8
 
 
 def test_out_of_memory_cascades_to_disk(make):
