@@ -53,7 +53,12 @@ class DeviceSerializer:
             self._device.synchronize()
             self._copy(value.allocation, buffer, to_host=True)
         except DeviceError as error:
-            raise StorageError(f"could not copy {value.unit.nbytes} bytes from {self._device!r}: {error}") from error
+            problem = f"could not copy {value.unit.nbytes} bytes from {self._device!r}: {error}"
+        else:
+            problem = None
+        if problem is not None:
+            # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
+            raise StorageError(problem)
         return Serialized(str(value.unit.number).encode(), [buffer])
 
     def loads(self, header: bytes, frames: Sequence[memoryview]) -> object:
