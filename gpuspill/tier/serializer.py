@@ -48,14 +48,13 @@ class DeviceSerializer:
         """
         assert isinstance(value, DeviceMemory)
         buffer = self._allocate(value.unit.nbytes)
+        problem: str | None = None
         try:
             # Whoever computed what is there did so on a stream that is not known.
             self._device.synchronize()
             self._copy(value.allocation, buffer, to_host=True)
         except DeviceError as error:
             problem = f"could not copy {value.unit.nbytes} bytes from {self._device!r}: {error}"
-        else:
-            problem = None
         if problem is not None:
             # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
             raise StorageError(problem)
@@ -74,7 +73,13 @@ class DeviceSerializer:
         (frame,) = frames
         unit = self._book.unit(int(header))
         allocation = self._device.allocate(unit.nbytes)
-        self._copy(allocation, frame, to_host=False)
+        try:
+            self._copy(allocation, frame, to_host=False)
+        except BaseException:
+            # Now: the traceback refers to it, and may live for long.
+            with suppress(DeviceError):
+                self._device.free(allocation)
+            raise
         # Arrays on memory that it had before are no longer its own.
         unit.arrays = {}
         memory = DeviceMemory(unit, allocation, allocation)
