@@ -361,14 +361,12 @@ class DeviceTier:
     def settle(self) -> None:
         """Let go of what nobody refers to any more, and count what lingers. Costs next to nothing if there is none."""
         book = self._book
-        if book.unsettled:
+        while book.unsettled:  # more follows from what is let go of here
             for unit in book.settle():
                 for user in list(unit.users):
                     self.manager.drop_uses([unit], user)
                 with suppress(KeyError):
                     self.manager.discard(unit)
-            if book.unsettled:  # what that let go of
-                book.settle()
         lingering = book.lingering_nbytes
         if lingering != self.manager.offset:
             self.manager.set_offset(lingering)

@@ -698,6 +698,21 @@ def test_the_same_array_stored_by_two_threads_is_one_unit(rig, monkeypatch):
     assert rig.get("b") is array
 
 
+def test_what_dies_while_others_are_given_up_is_given_up_too(rig, monkeypatch):
+    rig.put("x", asarray(np.arange(10.0)))
+    rig.put("y", asarray(np.arange(10.0)))
+    discard = rig.tier.manager.discard
+
+    def also(unit):
+        rig.keys.pop("y", None)
+        discard(unit)
+
+    monkeypatch.setattr(rig.tier.manager, "discard", also)
+    rig.drop("x")
+    assert rig.statistics().units == 0
+    assert rig.live() == 0
+
+
 def test_nothing_is_kept_by_the_tier_after_the_last_key(rig):
     array = asarray(np.arange(10.0))
     ref = weakref.ref(array.allocation)
