@@ -74,7 +74,7 @@ class Settings:
     max_spill: int | Literal["auto"] | None = "auto"
     spill_directory: str | None = None
     compression: str | None = "auto"
-    spill_threads: int = 1
+    spill_threads: int = 2
     restore_threads: int = 2
     prefetch: int = 4
     admission: bool = True
