@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distributed import Worker as _Worker
 
     from gpuspill.config import Settings
-    from gpuspill.distributed import Nanny, SpillPlugin, Worker, data, statistics
+    from gpuspill.distributed import Nanny, SpillPlugin, Worker, data, proxify, statistics, unproxify
 
 __all__ = [
     "ConfigError",
@@ -31,7 +31,9 @@ __all__ = [
     "__version__",
     "dask_setup",
     "data",
+    "proxify",
     "statistics",
+    "unproxify",
 ]
 
 try:
@@ -46,7 +48,9 @@ _HOMES = {
     "SpillPlugin": "gpuspill.distributed",
     "Worker": "gpuspill.distributed",
     "data": "gpuspill.distributed",
+    "proxify": "gpuspill.distributed",
     "statistics": "gpuspill.distributed",
+    "unproxify": "gpuspill.distributed",
 }
 
 

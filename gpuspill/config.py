@@ -58,6 +58,11 @@ class Settings:
         then not be changed in place after it was stored, as dask demands of tasks anyway.
     buffer_pool
         Bytes of unused read buffers to keep for reuse.
+    device
+        ``"simulated"``: the device of :mod:`gpuspill.simulated` gets a tier of its own. ``"auto"``, None: none has.
+    device_memory_limit
+        Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``: 0.8. None: no limit;
+        values leave it when it is full.
     follow_process_memory
         Whether process memory that is not managed counts against the limit, as
         ``distributed.worker.memory.spill`` does.
@@ -69,12 +74,14 @@ class Settings:
     max_spill: int | Literal["auto"] | None = "auto"
     spill_directory: str | None = None
     compression: str | None = "auto"
-    spill_threads: int = 1
+    spill_threads: int = 2
     restore_threads: int = 2
     prefetch: int = 4
     admission: bool = True
     clean_copies: bool = True
     buffer_pool: int = 128 * 2**20
+    device: str | None = "auto"
+    device_memory_limit: int | float | Literal["auto"] | None = "auto"
     follow_process_memory: bool = True
     storage_delay: float = 0.0
 
@@ -97,6 +104,7 @@ class Settings:
         if not isinstance(configured, Mapping):
             raise ConfigError(f"gpuspill: expected a mapping of options, found {configured!r}")
         raw = {str(name).replace("-", "_"): value for name, value in configured.items()}
+        raw.pop("simulated", None)  # read by the device itself, see gpuspill.simulated.current
         raw.update(options)
         known = {field.name: field.default for field in fields(cls)}
         for name in raw:
@@ -149,6 +157,26 @@ def _nbytes(name: str, value: Any) -> int | None:
 
 def _limit(name: str, value: Any) -> int | Literal["auto"] | None:
     return "auto" if _word(value) == "auto" else _nbytes(name, value)
+
+
+def _device_limit(name: str, value: Any) -> int | float | Literal["auto"] | None:
+    fraction = value if isinstance(value, float) else None
+    if isinstance(value, str):
+        try:
+            fraction = float(value) if "." in value else None
+        except ValueError:
+            fraction = None  # a size with a unit
+    if fraction is not None and 0 < fraction <= 1:
+        return fraction
+    return _limit(name, value)
+
+
+def _device(name: str, value: Any) -> str | None:
+    if _off(value):
+        return None
+    if _word(value) not in ("auto", "simulated"):
+        raise _fail(name, value, "'auto', 'simulated', or None for no device")
+    return str(_word(value))
 
 
 def _size(name: str, value: Any) -> int:
@@ -221,6 +249,8 @@ _PARSERS: Mapping[str, Any] = {
     "admission": _switch,
     "clean_copies": _switch,
     "buffer_pool": _size,
+    "device": _device,
+    "device_memory_limit": _device_limit,
     "follow_process_memory": _switch,
     "storage_delay": _seconds,
 }

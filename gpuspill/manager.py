@@ -27,7 +27,7 @@ from gpuspill.observer import Observer
 from gpuspill.proxy import Proxy
 from gpuspill.restoring import Restorer
 from gpuspill.serialization import Encoded, Serializer
-from gpuspill.slots import Slot
+from gpuspill.slots import Custody, Slot
 from gpuspill.snapshot import Statistics, take_snapshot
 from gpuspill.spilling import Spiller
 from gpuspill.storage.base import Receipt, Store
@@ -54,6 +54,8 @@ class ProxifyManager:
         Gives the buffer that a record is read into.
     observer
         Told about I/O and hits.
+    custody
+        Knows values that stand for memory elsewhere; their sizes are taken as exact.
     keep_clean
         Keep the record of restored values.
     spill_threads, restore_threads
@@ -78,20 +80,25 @@ class ProxifyManager:
         disk_limit: int | None = None,
         allocate: Callable[[int], memoryview] | None = None,
         observer: Observer | None = None,
+        custody: Custody | None = None,
         keep_clean: bool = True,
         spill_threads: int = 1,
         restore_threads: int = 2,
         name: str = "0",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._metadata = Metadata(limit=limit, disk_limit=disk_limit, keep_clean=keep_clean, store=store, clock=clock)
+        self._metadata = Metadata(
+            limit=limit, disk_limit=disk_limit, keep_clean=keep_clean, store=store, custody=custody, clock=clock
+        )
         self._ledger = self._metadata.state.ledger
         self._labels: dict[Hashable, Admission] = {}
         self._sizes = SizeModel()
         self._sizeof = sizeof
         self._store = store
         self._observer = observer
-        self._spiller = Spiller(self._metadata, store, serializer, self._sizes, observer=observer)
+        self._spiller = Spiller(
+            self._metadata, store, serializer, self._sizes if custody is None else None, observer=observer
+        )
         self._engine = Engine(
             self._spiller.step, spill_threads=spill_threads, restore_threads=restore_threads, name=name
         )
@@ -209,6 +216,12 @@ class ProxifyManager:
             if entry is None or not self._restorer.ready(entry):
                 return default
             return self._restorer.hit(entry)
+
+    def look(self, key: Hashable) -> Any:
+        """Return the value of `key` as it is in memory, else None. No use: what the manager knows stays as it is."""
+        with self._metadata:
+            entry = self._ledger.keys.get(key)
+            return None if entry is None else self._metadata.slots[entry.pid].value
 
     # -- values --------------------------------------------------------------------------------------
 
@@ -354,6 +367,26 @@ class ProxifyManager:
         with self._metadata:
             entries = [self._restorer.entry(key, pid) for key, pid in admission.pids.items()]
             return sum(entry.nbytes for entry in entries if entry.residency.state is State.SPILLED)
+
+    def fetch(self, key: Hashable) -> Encoded | Any:
+        """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks.
+
+        Raises
+        ------
+        KeyError
+            The key is unknown.
+        DataLostError, ManagerClosed
+            Its value cannot be read.
+        """
+        with self.pin([key]) as pins:
+            return self._restorer.fetch(key, pins.pids[key])
+
+    def settle(self, label: Hashable) -> None:
+        """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""
+        with self._metadata as state:
+            admission = self._labels.pop(label, None)
+            if admission is not None:
+                state.settle(admission.reservation, admission.outputs.pop(label))
 
     def decode(self, encoded: Encoded) -> Future[Any]:
         """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""
@@ -506,6 +539,11 @@ class ProxifyManager:
             for key in keys:
                 state.drop_use(key, user)
 
+    def next_use(self, key: Hashable) -> Order | None:
+        """When `key` is needed next, as far as that is known."""
+        with self._metadata as state:
+            return state.uses.next(key)
+
     # -- limits and numbers --------------------------------------------------------------------------
 
     @property
@@ -522,6 +560,16 @@ class ProxifyManager:
     @loop_thread.setter
     def loop_thread(self, ident: int | None) -> None:
         self._restorer.loop_thread = ident
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of values to keep in memory; None for no limit."""
+        return self._metadata.state.memory.limit
+
+    @property
+    def offset(self) -> int:
+        """What :meth:`set_offset` set, in bytes."""
+        return self._metadata.state.memory.offset
 
     def memory_total(self) -> int:
         """Bytes of values in memory, without the offset and without what is spilled."""
@@ -569,6 +617,41 @@ class ProxifyManager:
                     time.sleep(0.001)  # another thread has the last ones in hand
         finally:
             self.set_limit(limit, disk_limit)
+
+    def make_room(self, nbytes: int) -> int:
+        """Evict values until `nbytes` bytes are free that were not, whatever the limit. Blocks: this thread writes.
+
+        Returns
+        -------
+        int
+            Bytes that were freed; fewer than asked for if everything else is in use or cannot be written. What
+            others were writing meanwhile is waited for, and counts too.
+        """
+        freed = 0
+        with self._metadata as state:
+            state.retry()
+        while freed < nbytes:
+            with self._metadata as state:
+                if self._metadata.closed:
+                    break
+                used = state.memory.used
+                pid = state.next_spill(force=True)
+                dropped = used - state.memory.used
+                spilling = state.spilling
+                size = 0 if pid is None else state.ledger.entries[pid].nbytes
+            freed += dropped
+            if pid is not None:
+                self._spiller.spill(pid, force=True)
+                with self._metadata as state:
+                    entry = state.ledger.entries.get(pid)
+                    freed += size if entry is None or not entry.residency.resident else 0
+            elif not dropped:
+                if not spilling or self._engine.spilling_here:
+                    break
+                time.sleep(0.001)  # another thread has the last ones in hand
+                with self._metadata as state:
+                    freed += max(0, used - state.memory.used)
+        return freed
 
     def statistics(self) -> Statistics:
         """Return a snapshot of every number. O(1) but for the waiting line."""

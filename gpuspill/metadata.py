@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpuspill.core.budget import Reservation
 from gpuspill.core.state import SpillState
-from gpuspill.slots import Slots
+from gpuspill.slots import Custody, Slots
 from gpuspill.storage.base import Receipt, Store
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class Metadata:
         See :class:`~gpuspill.core.state.SpillState`.
     store
         Where records are deleted.
+    custody
+        See :class:`~gpuspill.slots.Slots`. With one, values are let go at once, in the thread that evicts them: what
+        they stand for is the room that others wait for.
     clock
         Seconds, monotonic.
 
@@ -66,12 +69,14 @@ class Metadata:
         disk_limit: int | None,
         keep_clean: bool,
         store: Store,
+        custody: Custody | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.RLock()
         self._store = store
         self.clock = clock
-        self.slots = Slots()
+        self.slots = Slots(custody)
+        self.promptly = custody is not None
         self.state = SpillState(limit=limit, disk_limit=disk_limit, held=self.slots.held, keep_clean=keep_clean)
         self.admissions: dict[Reservation, Admission] = {}
         self.totals: defaultdict[str, float] = defaultdict(float)
@@ -112,6 +117,9 @@ class Metadata:
                     granted.append(admission)
         finally:
             self._lock.release()
+        if self.promptly:
+            self._finish(values, receipts)
+            receipts, nbytes = [], 0
         for admission in granted:
             admission.fulfil()
         if receipts or nbytes > _REAP_NBYTES:

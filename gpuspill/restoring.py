@@ -330,7 +330,7 @@ class Restorer:
         def read() -> None:
             try:
                 # Nobody waits for it if the whole was cancelled.
-                future.set_result(None if result.cancelled() else self._export(key, pid))
+                future.set_result(None if result.cancelled() else self.fetch(key, pid))
             except BaseException as error:
                 future.set_exception(error)
                 if not isinstance(error, Exception):
@@ -340,7 +340,7 @@ class Restorer:
             future.set_exception(ManagerClosed(f"the store was closed before {key!r} was read"))
         return future
 
-    def _export(self, key: Hashable, pid: int) -> Encoded | Any:
+    def fetch(self, key: Hashable, pid: int) -> Encoded | Any:
         """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
 
         Raises

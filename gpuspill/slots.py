@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from sys import getrefcount
-from typing import Any
+from typing import Any, Protocol
 
 from gpuspill.core.ledger import Entry
 from gpuspill.serialization import Encoded
 from gpuspill.storage.base import Receipt
 
-__all__ = ["Slot", "Slots"]
+__all__ = ["Custody", "Slot", "Slots"]
 
 #: After so many refusals a value that somebody else holds is evicted all the same, if a weak reference can keep its
 #: identity.
 _PATIENCE = 3
+
+
+class Custody(Protocol):
+    """Knows values that stand for memory elsewhere, such as a device's.
+
+    Its methods are called with the metadata lock held: they must be fast, take no lock that is ever held around a call
+    of a manager, and not raise.
+    """
+
+    def held(self, value: Any) -> bool:
+        """Whether somebody uses the memory, so that evicting the value would free nothing."""
+        ...
+
+    def leave(self, value: Any) -> Callable[[], Any] | None:
+        """`value` leaves memory, or is forgotten.
+
+        Returns
+        -------
+        callable or None
+            ``ghost()`` returns a value in its place if the memory is still there when it is wanted again, else None. It
+            is called without a lock, from any thread.
+        """
+        ...
 
 
 class Slot:
@@ -37,8 +60,8 @@ class Slot:
         Its record, if there is one.
     restoring
         The future of a restore or of a decoding in flight: single flight.
-    ghost, ghost_id
-        Weak reference to a value that was evicted while somebody held it, and its identity.
+        self.ghost: Callable[[], Any] | None = None
+        self.ghost_id = 0
     refusals
         How often it was found held when it should have been evicted.
     lost
@@ -54,17 +77,24 @@ class Slot:
         self.sizeof = sizeof
         self.receipt: Receipt | None = None
         self.restoring: Future[Any] | None = None
-        self.ghost: weakref.ref[Any] | None = None
+        self.ghost: Callable[[], Any] | None = None
         self.ghost_id = 0
         self.refusals = 0
         self.lost: str | None = None
 
 
 class Slots(dict[int, Slot]):
-    """Slots by proxy, and proxies by the identity of values in memory. Guarded by the metadata lock."""
+    """Slots by proxy, and proxies by the identity of values in memory. Guarded by the metadata lock.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    custody
+        Says which values are held, if references to them do not.
+    """
+
+    def __init__(self, custody: Custody | None = None) -> None:
         super().__init__()
+        self._custody = custody
         self.by_id: dict[int, int] = {}
         self._ghosts: dict[int, int] = {}
         # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
@@ -111,8 +141,10 @@ class Slots(dict[int, Slot]):
     def detach(self, pid: int, entry: Entry | None) -> object:
         """Take the value out of its slot. `entry` is None if the proxy is forgotten."""
         slot = self[pid]
+        if self._custody is not None:
+            slot.ghost = self._custody.leave(slot.value)
         # Not of bytes: a reader would be given them in the place of the value.
-        kept = slot.refusals and entry is not None and type(slot.value) is not Encoded
+        kept = self._custody is None and slot.refusals and entry is not None and type(slot.value) is not Encoded
         if kept and _weakly_referable(slot.value):
             slot.ghost, slot.ghost_id = weakref.ref(slot.value), id(slot.value)
             self._ghosts[slot.ghost_id] = pid
@@ -134,6 +166,8 @@ class Slots(dict[int, Slot]):
         reference can preserve its identity for those who do hold it.
         """
         slot = self.get(pid)
+        if slot is not None and self._custody is not None:
+            return self._custody.held(slot.value)
         if slot is None or getrefcount(slot.value) <= self._unheld:
             return False
         slot.refusals += 1

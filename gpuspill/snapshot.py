@@ -76,6 +76,21 @@ class Statistics:
         distributed itself takes.
     records_reclaimed
         Clean copies given up to make room within the disk limit.
+    device_limit
+        Bytes of values to keep on the device; None for no limit or no device. What left the device counts as a value
+        in host memory or on disk.
+    device_nbytes
+        Bytes of values on the device, those arriving included.
+    device_pinned_nbytes
+        The part of it that is in use by tasks.
+    device_spilled_nbytes
+        Bytes of values of the device that are not on it.
+    device_lingering_nbytes
+        Bytes that are still on the device because somebody has a view on what left.
+    device_spills, device_restores
+        Moves from the device, and back, so far.
+    device_out_of_memory
+        Times an allocation on the device did not fit at first.
     """
 
     limit: int | None
@@ -116,6 +131,14 @@ class Statistics:
     raw_nbytes: int
     loop_io: int
     records_reclaimed: int
+    device_limit: int | None = None
+    device_nbytes: int = 0
+    device_pinned_nbytes: int = 0
+    device_spilled_nbytes: int = 0
+    device_lingering_nbytes: int = 0
+    device_spills: int = 0
+    device_restores: int = 0
+    device_out_of_memory: int = 0
 
 
 def take_snapshot(metadata: Metadata, restorer: Restorer) -> Statistics:

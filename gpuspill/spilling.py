@@ -26,7 +26,7 @@ class Spiller:
     metadata, store, serializer
         The manager's.
     sizes
-        Learns from serialised sizes.
+        Learns from serialised sizes; None if sizes are exact.
     observer
         Told about I/O.
     """
@@ -36,7 +36,7 @@ class Spiller:
         metadata: Metadata,
         store: Store,
         serializer: Serializer,
-        sizes: SizeModel,
+        sizes: SizeModel | None,
         *,
         observer: Observer | None,
     ) -> None:
@@ -76,11 +76,19 @@ class Spiller:
                     pause = self._retry_at - now
         if pid is None:
             return pause
-        self._spill(pid)
+        self.spill(pid)
         return None
 
-    def _spill(self, pid: int) -> None:
-        """Write a value whose spill was begun. Blocks; never raises."""
+    def spill(self, pid: int, *, force: bool = False) -> None:
+        """Write a value whose spill was begun. Blocks; never raises.
+
+        Parameters
+        ----------
+        pid
+            The proxy.
+        force
+            Whether the value is to go even if the limit does not ask for it.
+        """
         metadata = self._metadata
         clock = metadata.clock
         slot = metadata.slots[pid]
@@ -101,7 +109,7 @@ class Spiller:
             return
         middle = clock()
         with metadata as state:
-            if slot.kind is not Encoded:
+            if self._sizes is not None and slot.kind is not Encoded:
                 corrected = self._sizes.learn(slot.kind, slot.sizeof, raw)
                 if corrected is not None:
                     state.correct_size(pid, corrected)
@@ -138,7 +146,7 @@ class Spiller:
             totals["raw"] += raw
             self._logged.discard("quota")
             self._pause = _BACKOFF[0]
-            state.complete_spill(pid, receipt.nbytes)
+            state.complete_spill(pid, receipt.nbytes, force=force)
         if self._observer is not None:
             self._observer("serialize", middle - start, "seconds")
             self._observer("disk-write", stop - middle, "seconds")

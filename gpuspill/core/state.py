@@ -234,11 +234,17 @@ class SpillState:
 
     # -- spilling ----------------------------------------------------------------------------------
 
-    def next_spill(self) -> int | None:
+    def next_spill(self, *, force: bool = False) -> int | None:
         """Choose what to write to disk next, if anything has to be, and begin that move.
 
         Clean values that come first in the order are dropped on the way (a state change, not a
         write).
+
+        Parameters
+        ----------
+        force
+            Whether one value has to go even if the limit does not ask for it. A clean one that is dropped
+            will do.
 
         Returns
         -------
@@ -247,7 +253,7 @@ class SpillState:
             :meth:`complete_spill` or :meth:`fail_spill`.
         """
         self._balance()
-        while self.memory.excess() > 0:
+        while force or self.memory.excess() > 0:
             pid = self.queue.peek()
             if pid is None:
                 break
@@ -256,6 +262,7 @@ class SpillState:
                 continue
             if entry.residency.has(Tier.DISK):
                 self._drop(entry)
+                force = False
                 continue
             self._unlist(pid)
             entry.residency.begin(Tier.HOST, Tier.DISK)
@@ -279,17 +286,26 @@ class SpillState:
         entry.disk_nbytes = nbytes
         return True
 
-    def complete_spill(self, pid: int, disk_nbytes: int) -> None:
+    def complete_spill(self, pid: int, disk_nbytes: int, *, force: bool = False) -> None:
         """The record is written and verified.
 
         The value in memory is let go if its room is still needed and nobody took it up meanwhile;
         else the record stays behind as a clean copy, if such are kept. A record that turns out so much larger
         than was reserved that it is over the quota is given up: the value stays in memory, as if the write had failed.
+
+        Parameters
+        ----------
+        pid
+            The proxy.
+        disk_nbytes
+            Size of the record in bytes.
+        force
+            Whether the value is to go even if the limit does not ask for it.
         """
         entry = self._spilling_entry(pid)
         self.disk.used += disk_nbytes - entry.disk_nbytes
         entry.disk_nbytes = disk_nbytes
-        wanted = self.memory.over()  # before its bytes stop counting as leaving
+        wanted = force or self.memory.over()  # before its bytes stop counting as leaving
         self._end_spill(entry)
         entry.residency.complete()
         self.counters.spills += 1

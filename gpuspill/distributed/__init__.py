@@ -11,6 +11,8 @@
 :mod:`~gpuspill.distributed.serialization`     values to bytes, as dask does it
 :mod:`~gpuspill.distributed.adopt`             values that distributed has spilled before
 :mod:`~gpuspill.distributed.metrics`           the numbers, and where they are shown
+:mod:`~gpuspill.distributed.parking`           values that a task does not need for a while
+:mod:`~gpuspill.distributed.devices`           the worker's device
 :mod:`~gpuspill.distributed.plugin`            the plugin for running clusters
 :mod:`~gpuspill.distributed.factory`           putting a store together
 =============================================  ======================================================
@@ -20,7 +22,8 @@ from __future__ import annotations
 
 from gpuspill.distributed.attachment import attach, data
 from gpuspill.distributed.metrics import statistics
+from gpuspill.distributed.parking import proxify, unproxify
 from gpuspill.distributed.plugin import SpillPlugin
 from gpuspill.distributed.worker import Nanny, Worker
 
-__all__ = ["Nanny", "SpillPlugin", "Worker", "attach", "data", "statistics"]
+__all__ = ["Nanny", "SpillPlugin", "Worker", "attach", "data", "proxify", "statistics", "unproxify"]

@@ -21,12 +21,14 @@ from tornado.ioloop import IOLoop
 from gpuspill.admission import Admission
 from gpuspill.config import Settings
 from gpuspill.distributed import internals
+from gpuspill.distributed.devices import device_limit
 from gpuspill.distributed.factory import build_store
 from gpuspill.distributed.hints import Hints
 from gpuspill.distributed.jobs import Job, OutputSizes
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.memory import MemoryFollower
 from gpuspill.distributed.metrics import heartbeat
+from gpuspill.distributed.uses import TieredUses
 from gpuspill.distributed.wire import Window
 from gpuspill.distributed.worker import spilling_class
 from gpuspill.errors import ConfigError, DataLostError
@@ -48,6 +50,7 @@ _FIXED = (
     "restore_threads",
     "clean_copies",
     "buffer_pool",
+    "device",
     "storage_delay",
 )
 
@@ -70,6 +73,8 @@ class Attachment:
         As given.
     sizes
         What the worker's tasks return, by prefix of their keys.
+    device_sizes
+        The part of it that is on the device.
     window
         Bounds what is read from disk for sending.
 
@@ -83,6 +88,7 @@ class Attachment:
         self._worker = worker
         self.store = store
         self.sizes = OutputSizes()
+        self.device_sizes = OutputSizes()
         self.window = Window(SENDING_NBYTES)
         self._threads = max(1, worker.state.nthreads)
         self._loop = IOLoop.current()
@@ -97,7 +103,7 @@ class Attachment:
             pool=store.pool,
         )
         self.hints = Hints(
-            store.manager,
+            store.manager if store.tier is None else TieredUses(store.manager, store.tier),
             needed=self._is_tight,
             backlog=partial(internals.unfinished, worker),
             inputs=partial(internals.next_use, worker),
@@ -116,6 +122,9 @@ class Attachment:
         limit = self.thresholds.limit
         self._at_ease_below = float("inf") if limit is None else limit // 2
         self.store.manager.set_limit(limit, internals.max_spill(self._worker, settings))
+        tier = self.store.tier
+        if tier is not None:
+            tier.manager.set_limit(device_limit(settings, tier.device), None)
 
     # -- questions of the hooks ------------------------------------------------------------------
 
@@ -126,22 +135,44 @@ class Attachment:
             return False
         if self.store.has_lost_values:
             return False
+        ready = manager.is_resident if self.store.tier is None else self.store.is_ready
         try:
-            return all(map(manager.is_resident, keys))
+            return all(map(ready, keys))
         except KeyError:
-            return all(manager.is_resident(key) for key in keys if key in manager)
+            return all(ready(key) for key in keys if key in manager)
 
     def admit(self, key: Hashable, prefix: str, inputs: Collection[Hashable]) -> Job | None:
         """Pin the inputs of a task and reserve room; None if it can simply run."""
         expected = self.sizes.expected(prefix)
+        manager, tier = self.store.manager, self.store.tier
+        on_device = 0 if tier is None else self.device_sizes.expected(prefix)
         # Each thread may be running a task of this kind about which nothing was noted.
-        if self.at_ease(inputs, self._threads * expected):
+        if (tier is None or tier.has_room(self._threads * on_device)) and self.at_ease(
+            inputs, self._threads * expected
+        ):
             return None
         try:
-            admission = self.store.manager.admit(key, inputs, expected)
+            admission = manager.admit(key, inputs, expected)
         except KeyError:
             return None  # released while the task was being cancelled; distributed finds out by itself
-        return Job(self.store.manager, admission, wait=self.settings.admission)
+        wait = self.settings.admission
+        if tier is None:
+            return Job(manager, admission, wait=wait)
+        try:
+            device_admission = tier.admit(key, map(manager.look, inputs), on_device)
+        except KeyError:
+            admission.release()
+            return None
+        return Job(manager, admission, wait=wait, tier=tier, device_admission=device_admission)
+
+    def learn(self, prefix: str, value: object, nbytes: int) -> None:
+        """Take into account that a task returned `value`, of `nbytes` bytes in all, which is about to be stored."""
+        tier = self.store.tier
+        if tier is not None:
+            on_device = tier.new_nbytes(value)
+            self.device_sizes.learn(prefix, on_device)
+            nbytes = max(0, nbytes - on_device)
+        self.sizes.learn(prefix, nbytes)
 
     def expect(self, incoming: Mapping[Hashable, int]) -> Admission | None:
         """Reserve room for a transfer: sizes in bytes by key. None if it can simply come."""
@@ -152,14 +183,18 @@ class Attachment:
 
     def _is_tight(self) -> bool:
         """Whether something is on disk or may soon have to be."""
-        manager = self.store.manager
+        manager, tier = self.store.manager, self.store.tier
+        if tier is not None and (tier.manager.spilled_count or not tier.has_room(0)):
+            return True
         return bool(manager.spilled_count) or manager.memory_total() >= self._at_ease_below
 
     # -- the rest --------------------------------------------------------------------------------
 
     def _accounted(self) -> int:
         statistics = self.store.statistics()
-        return statistics.host_nbytes + statistics.reserved_nbytes + self._for_sending()
+        # The simulated device is memory of this process.
+        simulated = statistics.device_nbytes if self.settings.device == "simulated" else 0
+        return statistics.host_nbytes + statistics.reserved_nbytes + simulated + self._for_sending()
 
     def _for_sending(self) -> int:
         """Bytes that are being sent, and those that lately were and wait to be used again: nothing is evicted for them.
@@ -233,6 +268,8 @@ def attach(worker: Any, **options: object) -> SpillStore:
         store = build_store(settings, worker.local_directory, name=str(worker.name))
     attachment = Attachment(worker, store, settings)
     store.manager.loop_thread = threading.get_ident()
+    if store.tier is not None:
+        store.tier.manager.loop_thread = threading.get_ident()
     store.nbytes_of = partial(internals.known_nbytes, worker)
     store.on_lost = attachment.lost
     if store is not old:

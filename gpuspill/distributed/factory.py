@@ -11,6 +11,7 @@ from distributed.sizeof import safe_sizeof
 from gpuspill.buffers import BufferPool
 from gpuspill.config import Settings
 from gpuspill.distributed.adopt import AdoptingStore
+from gpuspill.distributed.devices import device_limit, find_device
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.serialization import DaskSerializer
@@ -19,12 +20,13 @@ from gpuspill.storage.base import Store
 from gpuspill.storage.codecs import CodecChooser
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.wrappers import DelayedStore
+from gpuspill.tier import DeviceTier
 
 __all__ = ["build_store"]
 
 
 def build_store(settings: Settings, directory: str, *, name: str = "0") -> SpillStore:
-    """Return a store without limits; whoever knows the worker sets them before the first value arrives.
+    """Return a store without limits for host and disk; who knows the worker sets them before the first value arrives.
 
     Parameters
     ----------
@@ -38,10 +40,11 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     Raises
     ------
     ConfigError
-        The compression is unknown or not installed.
+        The compression is unknown or not installed, or the device cannot be had.
     StorageError
         The directory cannot be written to.
     """
+    device = find_device(settings)
     metrics = Metrics()
     files: Store = FileStore(
         settings.spill_directory or directory,
@@ -71,7 +74,18 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
         restore_threads=settings.restore_threads,
         name=name,
     )
-    return SpillStore(manager, metrics, settings=settings, pool=pool, records=records)
+    tier = None
+    if device is not None:
+        tier = DeviceTier(
+            device,
+            manager,
+            limit=device_limit(settings, device),
+            allocate=pool.allocate,
+            spill_threads=settings.spill_threads,
+            restore_threads=settings.restore_threads,
+            name=name,
+        )
+    return SpillStore(manager, metrics, settings=settings, pool=pool, records=records, tier=tier)
 
 
 def _compression(settings: Settings) -> Any:

@@ -16,7 +16,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.metrics import context_meter
 
 from gpuspill.core.policy import Order
-from gpuspill.manager import ProxifyManager
+from gpuspill.distributed.uses import Uses
 
 __all__ = ["Hints", "Upcoming"]
 
@@ -65,7 +65,7 @@ class Hints(WorkerPlugin):
 
     def __init__(
         self,
-        manager: ProxifyManager,
+        manager: Uses,
         *,
         needed: Callable[[], bool],
         backlog: Callable[[], Iterator[Hashable]],

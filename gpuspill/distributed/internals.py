@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "add_periodic_callback",
     "announce",
+    "current_store",
     "find_worker",
     "forget_lost",
     "inputs_of",
@@ -51,6 +52,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("gpuspill")
+
+_RUNNING = (Status.running, Status.paused, Status.closing_gracefully)
 
 #: What workers with gpuspill tell each other when they connect; they understand each other if it is the same.
 PROTOCOL_VERSION = 1
@@ -225,6 +228,19 @@ def find_worker(store: object) -> Any | None:
         if worker.memory_manager.data is store:
             return worker
     return None
+
+
+def current_store() -> SpillStore | None:
+    """Return the store of the worker whose task runs here, else that of the only worker here that has one."""
+    from gpuspill.distributed.mapping import SpillStore
+
+    try:
+        workers = [distributed.get_worker()]
+    except ValueError:
+        workers = list(distributed.Worker._instances)
+    stores = [worker.memory_manager.data for worker in workers if worker.status in _RUNNING]
+    found = [store for store in stores if isinstance(store, SpillStore)]
+    return found[0] if len(found) == 1 else None
 
 
 def swap_class(worker: Any, new: type) -> None:

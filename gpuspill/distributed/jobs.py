@@ -20,6 +20,7 @@ from gpuspill.distributed.metrics import WAIT
 from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
+from gpuspill.tier import DeviceTier
 
 __all__ = ["Job", "OutputSizes", "granted"]
 
@@ -71,6 +72,8 @@ class Job:
         With the inputs pinned.
     wait
         Whether to wait for room before reading.
+    tier, device_admission
+        The device's tier, if there is one, and the admission there, with what the inputs have on it pinned.
 
     Attributes
     ----------
@@ -86,9 +89,11 @@ class Job:
 
     __slots__ = (
         "_abandoned",
+        "_device_admission",
         "_error",
         "_manager",
         "_prepared",
+        "_tier",
         "_values",
         "_wait",
         "admission",
@@ -99,7 +104,17 @@ class Job:
         "stopped",
     )
 
-    def __init__(self, manager: ProxifyManager, admission: Admission, *, wait: bool) -> None:
+    def __init__(
+        self,
+        manager: ProxifyManager,
+        admission: Admission,
+        *,
+        wait: bool,
+        tier: DeviceTier | None = None,
+        device_admission: Admission | None = None,
+    ) -> None:
+        self._tier = tier
+        self._device_admission = device_admission
         self._manager = manager
         self.admission = admission
         self._wait = wait
@@ -116,10 +131,16 @@ class Job:
     @property
     def ready(self) -> bool:
         """Whether the task could run at once: there is room and every input is in memory."""
-        manager = self._manager
-        return (self.admission.granted or not self._wait) and all(
-            manager.is_resident(key) for key in self.admission.pids
+        manager, device = self._manager, self._device_admission
+        if self._wait and not all(admission.granted for admission in self._admissions):
+            return False
+        return all(manager.is_resident(key) for key in self.admission.pids) and (
+            self._tier is None or device is None or all(map(self._tier.manager.is_resident, device.pids))
         )
+
+    @property
+    def _admissions(self) -> tuple[Admission, ...]:
+        return (self.admission,) if self._device_admission is None else (self.admission, self._device_admission)
 
     def prepare(self) -> None:
         """Wait for room and read what is on disk, in the calling thread.
@@ -127,15 +148,19 @@ class Job:
         Blocks. Never raises; errors come out of :meth:`take`.
         """
         self._prepared = True
-        if self._wait and not self.admission.granted:
-            asked = time()
-            self.admission.wait()
-            context_meter.digest_metric(WAIT, time() - asked, "seconds")
+        for admission in self._admissions:
+            if self._wait and not admission.granted:
+                asked = time()
+                admission.wait()
+                context_meter.digest_metric(WAIT, time() - asked, "seconds")
         if self._abandoned:
             return
         self.started = time()
         try:
-            self._accept(self._manager.materialize(self.admission))
+            values = self._manager.materialize(self.admission)
+            if self._tier is not None:
+                values = self._tier.resolve_all(values, self._device_admission)
+            self._accept(values)
         except DataLostError as error:
             self.lost = error
         except Exception as error:
@@ -148,14 +173,18 @@ class Job:
         Cancelling it gives up; reads that have begun end in the background.
         """
         self._prepared = True
-        if self._wait and not self.admission.granted:
-            asked = time()
-            await granted(self.admission)
-            context_meter.digest_metric(WAIT, time() - asked, "seconds")
+        for admission in self._admissions:
+            if self._wait and not admission.granted:
+                asked = time()
+                await granted(admission)
+                context_meter.digest_metric(WAIT, time() - asked, "seconds")
         self.started = time()
         source: Future[dict[Hashable, Any]] = self._manager.materialize_later(self.admission)
         try:
-            self._accept(await asyncio.wrap_future(source))
+            values = await asyncio.wrap_future(source)
+            if self._tier is not None:
+                values = await asyncio.wrap_future(self._tier.resolve_later(values, self._device_admission))
+            self._accept(values)
         except DataLostError as error:
             self.lost = error
         except Exception as error:
@@ -199,7 +228,12 @@ class Job:
     def abandon(self) -> None:
         """The task will not run. A thread that waits for room stops waiting."""
         self._abandoned = True
-        self.admission.release()
+        self.release()
+
+    def release(self) -> None:
+        """Undo the pins and give back what is left of the promises. Idempotent."""
+        for admission in self._admissions:
+            admission.release()
 
 
 async def granted(admission: Admission) -> None:

@@ -8,8 +8,10 @@ before anybody asks; where a hook is missing the result is the same, only the ca
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
+from collections import deque
 from collections.abc import (
     Awaitable,
     Callable,
@@ -19,8 +21,9 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +37,8 @@ from gpuspill.distributed.wire import Wire
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 from gpuspill.snapshot import Statistics
+from gpuspill.tier import DeviceTier, Internal, Skeleton
+from gpuspill.tier.tier import lost
 
 __all__ = ["SpillStore", "SpilledSize"]
 
@@ -42,6 +47,12 @@ logger = logging.getLogger("gpuspill")
 #: Seconds between two warnings about reads that blocked the event loop.
 _WARN_INTERVAL = 300.0
 _MISSING = object()
+
+
+class _ParkedKey(Internal):
+    """Key of a value that a task has parked."""
+
+    __slots__ = ()
 
 
 class SpilledSize(NamedTuple):
@@ -66,10 +77,13 @@ class SpillStore(MutableMapping[Hashable, object]):
         The manager's read buffers.
     records
         The manager's store, if it can take over spilled values.
+    tier
+        Keeps what values have on a device, if there is one. The manager then has skeletons in the place of such values,
+        and keys of the tier's own, which are not shown here.
 
     Attributes
     ----------
-    manager, settings, pool, records
+    manager, settings, pool, records, tier
         As given.
     nbytes_of
         ``nbytes_of(key)``: what the worker believes to be the size of a value that is about to be stored, in
@@ -99,7 +113,12 @@ class SpillStore(MutableMapping[Hashable, object]):
         settings: Settings | None = None,
         pool: BufferPool | None = None,
         records: AdoptingStore | None = None,
+        tier: DeviceTier | None = None,
     ) -> None:
+        self.tier = tier
+        self._parked: set[Internal] = set()
+        self._unparked: deque[Internal] = deque()
+        self._numbers = itertools.count(1)
         self.manager = manager
         self.records = records
         self.settings = Settings() if settings is None else settings
@@ -113,6 +132,8 @@ class SpillStore(MutableMapping[Hashable, object]):
     # -- mapping -----------------------------------------------------------------------------------
 
     def __setitem__(self, key: Hashable, value: object) -> None:
+        if self._unparked:
+            self._give_up_parked()
         if isinstance(value, Wire):
             self.manager.store_encoded(key, value.encoded)
             return
@@ -122,14 +143,26 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.manager.store(key, value, 0, spillable=False)
             return
         nbytes = None if self.nbytes_of is None else self.nbytes_of(key)
+        if self.tier is not None:
+            # The worker's size is that of the whole value; what is on the device is counted there.
+            skeleton = self.tier.proxify(value, key)
+            if skeleton is not value:
+                self.manager.store(key, skeleton, self.tier.host_nbytes(skeleton, nbytes), spillable=False)
+                self.tier.expect_use(skeleton, self.manager.next_use(key), key)
+                self.tier.settle()
+                return
         self.manager.store(key, value, nbytes)
+        if self.tier is not None:
+            self.tier.settle()
 
     def __getitem__(self, key: Hashable) -> Any:
         manager = self.manager
-        if not manager.is_resident(key) and threading.get_ident() == manager.loop_thread:
+        if not self.is_ready(key) and threading.get_ident() == manager.loop_thread:
             self._warn_of_blocking(key)
         try:
             value = manager.get(key)
+            if type(value) is Skeleton:
+                value = self._resolve(key, value)
         except DataLostError as error:
             if self.on_lost is not None:
                 self.on_lost(error)
@@ -138,34 +171,83 @@ class SpillStore(MutableMapping[Hashable, object]):
             raise value.error
         return value
 
+    def _resolve(self, key: Hashable, skeleton: Skeleton) -> Any:
+        assert self.tier is not None
+        try:
+            return self.tier.resolve(skeleton)
+        except DataLostError as error:
+            raise lost(error, key) from error
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Whether the value of `key` can be had without reading or copying anything. KeyError if unknown."""
+        if not self.manager.is_resident(key):
+            return False
+        return self.tier is None or self.tier.is_ready(self.manager.look(key))
+
+    def peek(self, key: Hashable, default: Any = None) -> Any:
+        """Return the value of `key` if it :meth:`is_ready`, else `default`."""
+        value = self.manager.peek(key, default)
+        if type(value) is not Skeleton:
+            return value
+        assert self.tier is not None
+        return self.tier.resolve(value) if self.tier.is_ready(value) else default
+
     def __delitem__(self, key: Hashable) -> None:
         self.manager.discard(key)
+        if self.tier is not None:
+            self.tier.settle()
 
     def __contains__(self, key: object) -> bool:
         return key in self.manager
 
     def __len__(self) -> int:
-        return len(self.manager)
+        return len(_own(self.manager.keys())) if self.has_internal_keys else len(self.manager)
 
     def __iter__(self) -> Iterator[Hashable]:
-        return iter(self.manager.keys())
+        return iter(_own(self.manager.keys()))
+
+    # -- parking -----------------------------------------------------------------------------------
+
+    @property
+    def has_internal_keys(self) -> bool:
+        """Whether the manager may have keys that are not shown."""
+        return self.tier is not None or bool(self._parked)
+
+    def park(self, value: object) -> Internal:
+        """Store a value under a key of its own, which is not shown; returns the key."""
+        key = _ParkedKey(next(self._numbers))
+        self._parked.add(key)
+        self[key] = value
+        return key
+
+    def unpark_later(self, key: Internal) -> None:
+        """Give a parked value up, soon. May be called from a finaliser: takes no lock."""
+        self._unparked.append(key)
+
+    def _give_up_parked(self) -> None:
+        with suppress(IndexError):
+            while True:
+                key = self._unparked.popleft()
+                self.pop_quietly(key)
+                self._parked.discard(key)
 
     def clear(self) -> None:
         """Delete all keys. Reads nothing."""
+        self._give_up_parked()
         for key in list(self):
             self.pop_quietly(key)
 
     def pop_quietly(self, key: Hashable) -> None:
         """Delete `key` if it is there. Reads nothing, unlike ``pop``."""
         with suppress(KeyError):
-            self.manager.discard(key)
+            del self[key]
 
     __hash__ = object.__hash__
     """By identity, although mappings compare by content: stores are put into weak sets."""
 
     def __repr__(self) -> str:
         manager = self.manager
-        return f"<SpillStore: {len(manager)} keys, {manager.spilled_count} of them on disk>"
+        return f"<SpillStore: {len(self)} keys, {manager.spilled_count} of them on disk>"
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -220,6 +302,8 @@ class SpillStore(MutableMapping[Hashable, object]):
         except KeyError as error:
             result.set_exception(error)
             return result
+        if self.tier is not None:
+            source = _resolved(source, self.tier)
         if source.done():
             _copy_outcome(source, result)
             return result
@@ -265,16 +349,66 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def statistics(self) -> Statistics:
         """Return a snapshot of every number. O(1)."""
-        return self.manager.statistics()
+        if self._unparked:
+            self._give_up_parked()
+        found = self.manager.statistics()
+        if self.tier is None:
+            return found
+        device = self.tier.statistics()
+        return replace(
+            found,
+            loop_io=found.loop_io + device.loop_io,
+            unspillable=max(0, found.unspillable - self.tier.skeletons),
+            device_limit=device.limit,
+            device_nbytes=device.device_nbytes,
+            device_pinned_nbytes=device.pinned_nbytes,
+            device_spilled_nbytes=device.spilled_nbytes,
+            device_lingering_nbytes=device.lingering_nbytes,
+            device_spills=device.spills,
+            device_restores=device.restores,
+            device_out_of_memory=device.out_of_memory,
+        )
 
     def close(self) -> None:
         """Stop background work and remove everything from disk. Blocks; idempotent.
 
         Values in memory stay readable.
         """
+        if self.tier is not None:
+            self.tier.close()
         self.manager.close()
         if self.pool is not None:
             self.pool.close()
+
+
+def _own(keys: list[Hashable]) -> list[Hashable]:
+    """Return the keys that are not the tier's."""
+    return [key for key in keys if not isinstance(key, Internal)]
+
+
+def _resolved(source: Future[dict[Hashable, Any]], tier: DeviceTier) -> Future[dict[Hashable, Any]]:
+    """Return a future of the values that skeletons stand for; done at once if nothing has to be waited for."""
+    result: Future[dict[Hashable, Any]] = Future()
+
+    def copy(resolved: Future[dict[Hashable, Any]]) -> None:
+        with suppress(InvalidStateError):  # cancelled
+            error = resolved.exception()
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(resolved.result())
+
+    def found(source: Future[dict[Hashable, Any]]) -> None:
+        if source.cancelled():
+            result.cancel()
+        elif source.exception() is not None:
+            copy(source)
+        else:
+            tier.resolve_later(source.result()).add_done_callback(copy)
+
+    source.add_done_callback(found)
+    result.add_done_callback(lambda _: source.cancel())
+    return result
 
 
 def _copy_outcome(source: Future[dict[Hashable, Any]], target: asyncio.Future[dict[Hashable, Any]]) -> None:
@@ -316,11 +450,13 @@ class _TierView(Mapping[Hashable, object]):
             return False
 
     def __len__(self) -> int:
+        if self._store.has_internal_keys:
+            return sum(1 for _ in self)
         spilled = self._store.manager.spilled_count
         return spilled if self._tier is Tier.DISK else len(self._store) - spilled
 
     def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._store.manager.keys_in(self._tier))
+        return iter(_own(self._store.manager.keys_in(self._tier)))
 
     def __repr__(self) -> str:
         return f"<{len(self)} keys {'on disk' if self._tier is Tier.DISK else 'in memory'}>"

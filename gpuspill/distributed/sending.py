@@ -14,6 +14,7 @@ from gpuspill.distributed.wire import Form, Window, wrap
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import Encoded
+from gpuspill.tier import DeviceTier
 
 if TYPE_CHECKING:
     from gpuspill.distributed.attachment import Attachment
@@ -30,6 +31,8 @@ class Parcel:
         Where the values are.
     window
         Bounds what is read from disk for sending.
+    tier
+        Of the device, if there is one. What is there is sent as the value.
 
     Attributes
     ----------
@@ -37,7 +40,8 @@ class Parcel:
         What to send, by key.
     """
 
-    def __init__(self, manager: ProxifyManager, window: Window) -> None:
+    def __init__(self, manager: ProxifyManager, window: Window, tier: DeviceTier | None = None) -> None:
+        self._tier = tier
         self._manager = manager
         self._window = window
         self._pins: Admission | None = None
@@ -77,6 +81,8 @@ class Parcel:
                 self.values[key] = await asyncio.wrap_future(manager.decode(value))
             else:
                 self.values[key] = wrap(value, form, type_of(key))
+        if self._tier is not None:
+            self.values = await asyncio.wrap_future(self._tier.resolve_later(self.values))
 
     def release(self) -> None:
         """It is written, or never will be. Idempotent."""
@@ -104,7 +110,7 @@ async def pack(
     store = attachment.store
     lost: dict[Any, Any] = {}
     while True:
-        parcel = Parcel(store.manager, attachment.window)
+        parcel = Parcel(store.manager, attachment.window, store.tier)
         try:
             await parcel.fill((key for key in keys if key not in lost), form, type_of)
             parcel.values |= lost

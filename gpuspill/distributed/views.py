@@ -71,7 +71,7 @@ class ResidentView(View):
 
     def __contains__(self, key: object) -> bool:
         if key not in self.values:
-            value = self.store.manager.peek(key, _MISSING)
+            value = self.store.peek(key, _MISSING)
             if value is _MISSING:
                 return False
             self.values[key] = value

@@ -108,7 +108,7 @@ def spilling_class(base: Any) -> Any:
                 return event
             finally:
                 if stored:
-                    _after_storing(job.admission.release)
+                    _after_storing(job.release)
                 else:
                     job.abandon()
 
@@ -208,7 +208,7 @@ def _disguise(new: type, base: type) -> type:
 
 def _learn(attachment: Attachment, ts: Any, event: Any) -> None:
     if isinstance(event, wsm.ExecuteSuccessEvent):
-        attachment.sizes.learn(ts.prefix, event.nbytes)
+        attachment.learn(ts.prefix, event.value, event.nbytes)
 
 
 def _after_storing(action: Callable[[], object]) -> None:

@@ -1,0 +1,32 @@
+"""The worker's device, if it has one, and how much of it may be used."""
+
+from __future__ import annotations
+
+from gpuspill.config import Settings
+from gpuspill.device.base import Device
+
+__all__ = ["device_limit", "find_device"]
+
+#: Part of the device's memory that values may take, if nothing else is said; as dask-cuda has it.
+DEFAULT_FRACTION = 0.8
+
+
+def find_device(settings: Settings) -> Device | None:
+    """Return the device that gets a tier of its own; None if none does.
+
+    Raises
+    ------
+    ConfigError
+        The simulated device cannot be made from the settings.
+    """
+    if settings.device != "simulated":
+        return None
+    from gpuspill import simulated  # needs NumPy, which nothing else here does
+
+    return simulated.device()
+
+
+def device_limit(settings: Settings, device: Device) -> int | None:
+    """Return the bytes of values to keep on the device; None for no limit."""
+    limit = DEFAULT_FRACTION if settings.device_memory_limit == "auto" else settings.device_memory_limit
+    return int(limit * device.memory_info().total) if isinstance(limit, float) else limit

@@ -1,0 +1,124 @@
+"""Parking: giving a value that a task does not need for a while to the worker's store, which may spill it.
+
+>>> def task():  # doctest: +SKIP
+...     table = gpuspill.proxify(load())
+...     work_on_something_else()
+...     with table as frame:
+...         return summarise(frame)
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gpuspill.admission import Admission
+from gpuspill.distributed.internals import current_store
+from gpuspill.walk import replace
+
+if TYPE_CHECKING:
+    from gpuspill.distributed.mapping import SpillStore
+    from gpuspill.tier import Internal
+
+__all__ = ["Parked", "proxify", "unproxify"]
+
+
+def proxify(value: Any) -> Parked:
+    """Give a value to the store of the worker on which this runs, which may spill it until it is asked for.
+
+    Parameters
+    ----------
+    value
+        Any object. The caller should let go of it: what somebody refers to cannot leave memory.
+
+    Returns
+    -------
+    Parked
+        A handle. Dropping it gives the value up.
+
+    Notes
+    -----
+    In a task, and in any thread of a process with one worker that has gpuspill. Elsewhere the handle just keeps the
+    value. Never blocks.
+    """
+    if isinstance(value, Parked):
+        return value
+    return Parked(value, current_store())
+
+
+def unproxify(value: Any) -> Any:
+    """Return a value with each handle in it, also in containers, replaced by what it stands for.
+
+    Blocks while that is read, in the calling thread.
+
+    Raises
+    ------
+    DataLostError
+        It was on disk and cannot be read back.
+    """
+    return replace(value, lambda item: item.resolve() if isinstance(item, Parked) else item)
+
+
+def _identity(value: Any) -> Any:
+    """Rebuild a pickled handle: as its value."""
+    return value
+
+
+class Parked:
+    """A handle for a parked value. As a context manager it gives the value, which stays in memory until the end.
+
+    Parameters
+    ----------
+    value
+        The value.
+    store
+        Where to put it; None to keep it here.
+
+    Notes
+    -----
+    Thread-safe. Pickled, it is the value.
+    """
+
+    __slots__ = ("__weakref__", "_key", "_pins", "_store", "_value")
+
+    def __init__(self, value: Any, store: SpillStore | None) -> None:
+        self._store = store
+        self._pins: list[Admission] = []
+        self._key: Internal | None = None
+        self._value = None
+        if store is None:
+            self._value = value
+        else:
+            self._key = store.park(value)
+
+    def resolve(self) -> Any:
+        """Return the value. Blocks while it is read, in the calling thread; errors as :func:`unproxify`."""
+        return self._value if self._store is None else self._store[self._key]
+
+    def __enter__(self) -> Any:
+        if self._store is None:
+            return self._value
+        assert self._key is not None
+        self._pins.append(self._store.manager.pin([self._key]))
+        try:
+            return self.resolve()
+        except BaseException:
+            self._pins.pop().release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pins:
+            self._pins.pop().release()
+
+    def __del__(self) -> None:
+        store = getattr(self, "_store", None)
+        if store is not None and self._key is not None:
+            store.unpark_later(self._key)
+
+    def __reduce__(self) -> Any:
+        return _identity, (self.resolve(),)
+
+    def __repr__(self) -> str:
+        return "<a parked value>"

@@ -1,0 +1,242 @@
+"""Which memory belongs to which unit, and what lingers.
+
+An allocation is known by (device, address, size) for as long as something keeps it alive; addresses are used again, so
+what is known of one that died is worth nothing, and each entry has a weak reference by which that shows.
+
+Memory *lingers* when its unit has left the device, or is gone altogether, while somebody still has a view on it: its
+bytes are where they were. They count against the limit, and if the unit is wanted again it is put on them without
+copying.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from gpuspill.device.arrays import ArrayRegistry, Recipe
+from gpuspill.device.base import Allocation, AllocationId, Device
+from gpuspill.tier.units import Dead, DeviceMemory, Skeleton, Unit, Watch
+
+__all__ = ["Book"]
+
+#: So many arrays may be noted for a unit before those that died are looked for.
+_MANY_ARRAYS = 32
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    unit: Unit
+    watch: Watch
+    memory: weakref.ref[DeviceMemory]
+
+
+class Book:
+    """Knows the units of one device. The custody of its manager (:class:`gpuspill.slots.Custody`).
+
+    Parameters
+    ----------
+    device
+        The device.
+    registry
+        Builds arrays.
+
+    Attributes
+    ----------
+    dead
+        What skeletons let go of.
+    skeletons
+        How many there are.
+
+    Notes
+    -----
+    Thread-safe. Its lock is held for microseconds, and never around a call of a manager, the device or a library. It is
+    re-entrant because the garbage collector may run somebody's finaliser, which may come here, in the middle of it.
+    Weak references that die, and skeletons, take no lock: they put themselves in a queue that :meth:`settle` empties.
+    """
+
+    def __init__(self, device: Device, registry: ArrayRegistry) -> None:
+        self._device = device
+        self._registry = registry
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self._known: dict[AllocationId, _Entry] = {}
+        self._left: dict[AllocationId, _Entry] = {}
+        self._departed: deque[_Entry] = deque()
+        self._gone: deque[Any] = deque()
+        self.dead: Dead = deque()
+        self.skeletons = 0
+
+    # -- units -------------------------------------------------------------------------------------
+
+    def create(self, nbytes: int) -> Unit:
+        """Return a new unit without references."""
+        unit = Unit(next(self._numbers), nbytes)
+        with self._lock:
+            self._units[unit.number] = unit
+        return unit
+
+    def unit(self, number: int) -> Unit:
+        """Return a unit by its number. KeyError if it is gone."""
+        with self._lock:
+            return self._units[number]
+
+    def skeleton(self, tree: Any, units: tuple[Unit, ...]) -> Skeleton:
+        """Return a skeleton, to which the references to `units` go that the caller has."""
+        with self._lock:
+            self.skeletons += 1
+        return Skeleton(tree, units, self.dead)
+
+    def knows(self, identity: AllocationId) -> bool:
+        """Whether :meth:`join` would find a unit."""
+        with self._lock:
+            entry = self._known.get(identity)
+            return entry is not None and entry.watch() is not None and entry.unit.references > 0
+
+    def join(self, identity: AllocationId) -> Unit | None:
+        """Return the unit of an allocation that is alive, with one reference more; None if there is none."""
+        with self._lock:
+            if not self.knows(identity):
+                return None
+            entry = self._known[identity]
+            entry.unit.references += 1
+            return entry.unit
+
+    def enter(self, memory: DeviceMemory, *, unless_known: bool = False) -> Unit:
+        """Note where a unit is.
+
+        Parameters
+        ----------
+        memory
+            Of the unit.
+        unless_known
+            Whether it is new. Somebody may have entered the same allocation meanwhile: then that unit stays. The
+            unit in force gets a reference.
+
+        Returns
+        -------
+        Unit
+            The unit of the allocation.
+        """
+        try:
+            watch = Watch(memory.keeper, self._gone.append, memory.identity)
+        except TypeError:
+            # It cannot be watched. What is known is given up when the unit leaves; that it lingers goes unnoticed.
+            watch = Watch(memory, self._gone.append, memory.identity)
+        memory.watch = watch
+        with self._lock:
+            if unless_known:
+                known = self.join(memory.identity)
+                if known is not None:
+                    return known
+                memory.unit.references += 1
+            self._known[memory.identity] = _Entry(memory.unit, watch, weakref.ref(memory))
+            self._left.pop(memory.identity, None)
+        return memory.unit
+
+    # -- arrays ------------------------------------------------------------------------------------
+
+    def note(self, unit: Unit, recipe: Recipe, array: Any) -> Any:
+        """Remember an array on a unit; returns the one to use, since another thread may have made one meanwhile."""
+        with self._lock:
+            ref = unit.arrays.get(recipe)
+            existing = None if ref is None else ref()
+            if existing is not None:
+                return existing
+            if len(unit.arrays) >= _MANY_ARRAYS:
+                unit.arrays = {known: ref for known, ref in unit.arrays.items() if ref() is not None}
+            with suppress(TypeError):
+                unit.arrays[recipe] = weakref.ref(array)
+        return array
+
+    def array(self, memory: DeviceMemory, recipe: Recipe) -> Any:
+        """Return an array on a unit that is on the device: the one there was, if somebody still has it."""
+        ref = memory.unit.arrays.get(recipe)
+        array = None if ref is None else ref()
+        if array is not None:
+            return array
+        array = self._registry.rebuild(recipe, memory.allocation)
+        # A buffer that is its own owner would seem in use for ever.
+        return array if array is memory.keeper else self.note(memory.unit, recipe, array)
+
+    # -- custody: called under the manager's lock --------------------------------------------------
+
+    def held(self, memory: DeviceMemory) -> bool:
+        """Whether somebody has an array on it."""
+        return memory.unit.in_use
+
+    def leave(self, memory: DeviceMemory) -> Callable[[], DeviceMemory | None] | None:
+        """Note that a unit leaves the device; return what brings it back if its memory lingers."""
+        watch, unit = memory.watch, memory.unit
+        if watch is None:
+            return None
+        self._departed.append(_Entry(unit, watch, weakref.ref(memory)))
+        return lambda: self._revive(unit, watch)
+
+    def _revive(self, unit: Unit, watch: Watch) -> DeviceMemory | None:
+        keeper = watch()
+        if keeper is None or isinstance(keeper, DeviceMemory):
+            return None
+        allocation = keeper if isinstance(keeper, Allocation) else self._device.borrow(watch.identity, keeper)
+        memory = DeviceMemory(unit, allocation, keeper)
+        self.enter(memory)
+        return memory
+
+    # -- what happened meanwhile -------------------------------------------------------------------
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there is something for :meth:`settle` to do."""
+        return bool(self.dead or self._departed or self._gone)
+
+    def settle(self) -> list[Unit]:
+        """Take into account what died or left; returns the units that nobody refers to any more."""
+        unused = []
+        with self._lock:
+            while self.dead:
+                whole, units = self.dead.popleft()
+                self.skeletons -= whole
+                for unit in units:
+                    unit.references -= 1
+                    if not unit.references:
+                        unused.append(unit)
+            while self._departed:
+                entry = self._departed.popleft()
+                identity = entry.watch.identity
+                known = self._known.get(identity)
+                back = known is not None and known.watch is not entry.watch and known.memory() is not None
+                if entry.watch() is not None and not back:
+                    self._left[identity] = entry
+            while self._gone:
+                watch = self._gone.popleft()
+                for entries in (self._known, self._left):
+                    found = entries.get(watch.identity)
+                    if found is not None and found.watch is watch:
+                        del entries[watch.identity]
+        return unused
+
+    @property
+    def lingering_nbytes(self) -> int:
+        """Bytes of memory that lingers. Usually there is none."""
+        if not self._left:
+            return 0
+        with self._lock:
+            return sum(
+                watch.identity.nbytes for watch in (entry.watch for entry in self._left.values()) if watch() is not None
+            )
+
+    def identified(self, memory: DeviceMemory) -> bool:
+        """Whether the allocation of a unit on the device is known as that unit's. For tests."""
+        with self._lock:
+            entry = self._known.get(memory.identity)
+            return (
+                entry is not None
+                and entry.unit is memory.unit
+                and any(entry.watch() is kept for kept in (memory.keeper, memory))
+            )

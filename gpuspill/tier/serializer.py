@@ -1,0 +1,113 @@
+"""Memory of a device to host bytes and back: the serialiser of the device's manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gpuspill.device.base import Allocation, Device, DeviceError, Event
+from gpuspill.errors import StorageError
+from gpuspill.serialization import Serialized
+from gpuspill.tier.book import Book
+from gpuspill.tier.units import DeviceMemory
+
+__all__ = ["DeviceSerializer"]
+
+#: Bytes of one copy: large enough to be fast, small enough that copies of others come in between.
+CHUNK_NBYTES = 32 * 2**20
+
+
+class DeviceSerializer:
+    """Copies units from and to a device.
+
+    Parameters
+    ----------
+    device
+        The device.
+    book
+        Told where units are.
+    allocate
+        Gives host buffers.
+    """
+
+    def __init__(self, device: Device, book: Book, allocate: Callable[[int], memoryview]) -> None:
+        self._device = device
+        self._book = book
+        self._allocate = allocate
+
+    def dumps(self, value: object) -> Serialized:
+        """Copy a unit to the host, and wait until it is there. Blocks. Its frame is its own, no alias.
+
+        Raises
+        ------
+        StorageError
+            The device reports an error, of this copy or of something before it. The unit stays where it is, and may be
+            tried again.
+        MemoryError
+            The host has no buffer.
+        """
+        assert isinstance(value, DeviceMemory)
+        buffer = self._allocate(value.unit.nbytes)
+        problem: str | None = None
+        try:
+            # Whoever computed what is there did so on a stream that is not known.
+            self._device.synchronize()
+            self._copy(value.allocation, buffer, to_host=True)
+        except DeviceError as error:
+            problem = f"could not copy {value.unit.nbytes} bytes from {self._device!r}: {error}"
+        if problem is not None:
+            # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
+            raise StorageError(problem)
+        return Serialized(str(value.unit.number).encode(), [buffer])
+
+    def loads(self, header: bytes, frames: Sequence[memoryview]) -> object:
+        """Copy a unit to the device, and wait until it is there. Blocks.
+
+        Raises
+        ------
+        MemoryError
+            The device has no room, although everything that could was made to leave.
+        DeviceError
+            The copy failed.
+        """
+        (frame,) = frames
+        unit = self._book.unit(int(header))
+        allocation = self._device.allocate(unit.nbytes)
+        try:
+            self._copy(allocation, frame, to_host=False)
+        except BaseException:
+            # Now: the traceback refers to it, and may live for long.
+            with suppress(DeviceError):
+                self._device.free(allocation)
+            raise
+        # Arrays on memory that it had before are no longer its own.
+        unit.arrays = {}
+        memory = DeviceMemory(unit, allocation, allocation)
+        self._book.enter(memory)
+        return memory
+
+    def _copy(self, allocation: Allocation, buffer: memoryview, *, to_host: bool) -> None:
+        device = self._device
+        stream = device.stream("to_host" if to_host else "to_device")
+        events: list[Event] = []
+        try:
+            for start in range(0, len(buffer), CHUNK_NBYTES):
+                part = buffer[start : start + CHUNK_NBYTES]
+                if to_host:
+                    events.append(device.copy_to_host(allocation, part, stream, offset=start))
+                else:
+                    events.append(device.copy_to_device(part, allocation, stream, offset=start))
+        except BaseException:
+            # Neither end may go while a copy that was enqueued is under way.
+            for event in events:
+                with suppress(DeviceError):
+                    event.wait()
+            raise
+        problems = []
+        for event in events:
+            try:
+                event.wait()
+            except DeviceError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]

@@ -1,0 +1,52 @@
+"""The numbers a device tier gives about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["TierStatistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """A snapshot of the device tier. Sizes in bytes.
+
+    Attributes
+    ----------
+    limit
+        Bytes of values to keep on the device; None for no limit.
+    units
+        Allocations that are known, wherever they are.
+    device_nbytes
+        Bytes of those on the device, those arriving included.
+    pinned_nbytes
+        The part of it that is in use by tasks.
+    reserved_nbytes
+        Bytes promised to tasks that have not arrived yet.
+    spilled_nbytes
+        Bytes of those that are not on the device.
+    lingering_nbytes
+        Bytes that are still on the device because somebody has a view on what left.
+    spills, restores
+        Moves from the device, and back, so far.
+    out_of_memory, out_of_memory_helped
+        Times an allocation did not fit, and times something was freed for it.
+    loop_io
+        Copies that the event loop's thread made or waited for.
+    overruns
+        Admissions granted beyond the limit because nothing could be freed.
+    """
+
+    limit: int | None
+    units: int
+    device_nbytes: int
+    pinned_nbytes: int
+    reserved_nbytes: int
+    spilled_nbytes: int
+    lingering_nbytes: int
+    spills: int
+    restores: int
+    out_of_memory: int
+    out_of_memory_helped: int
+    loop_io: int
+    overruns: int

@@ -1,0 +1,443 @@
+"""The way of values to the device's manager and back."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from gpuspill.admission import Admission
+from gpuspill.buffers import BufferPool
+from gpuspill.core.policy import Order
+from gpuspill.core.residency import Tier
+from gpuspill.device.arrays import ArrayDescription, ArrayRegistry
+from gpuspill.device.base import Device
+from gpuspill.errors import DataLostError
+from gpuspill.manager import ProxifyManager
+from gpuspill.tier.book import Book
+from gpuspill.tier.pressure import OutOfMemoryGuard
+from gpuspill.tier.records import HostRecords
+from gpuspill.tier.serializer import DeviceSerializer
+from gpuspill.tier.statistics import TierStatistics
+from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton, Unit
+from gpuspill.walk import replace
+
+__all__ = ["DeviceTier", "lost"]
+
+logger = logging.getLogger("gpuspill")
+
+#: What a skeleton is charged for in host memory, at least.
+SKELETON_NBYTES = 256
+
+
+class DeviceTier:
+    """Keeps what values have on a device within a limit, by the help of the host's manager.
+
+    A value goes in by :meth:`proxify`, which returns what to store in its place, and comes out by :meth:`resolve`.
+
+    Parameters
+    ----------
+    device
+        The device.
+    host
+        Manager of the host's memory: what leaves the device goes there.
+    limit
+        Bytes to keep on the device; None for no limit. The device running full makes room in any case.
+    registry
+        Knows arrays.
+    allocate
+        Gives host buffers.
+    spill_threads, restore_threads
+        Background threads.
+    name
+        Part of the thread names.
+
+    Attributes
+    ----------
+    device
+        As given.
+    manager
+        Manager of the device's memory, by unit.
+
+    Notes
+    -----
+    Thread-safe. Methods that may copy say that they block; the others are fast.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host: ProxifyManager,
+        *,
+        limit: int | None,
+        registry: ArrayRegistry | None = None,
+        allocate: Callable[[int], memoryview] | None = None,
+        spill_threads: int = 1,
+        restore_threads: int = 2,
+        name: str = "0",
+    ) -> None:
+        self.device = device
+        self._registry = ArrayRegistry() if registry is None else registry
+        self._book = Book(device, self._registry)
+        self.manager = ProxifyManager(
+            limit=limit,
+            store=HostRecords(host),
+            serializer=DeviceSerializer(device, self._book, BufferPool(0).allocate if allocate is None else allocate),
+            sizeof=_sizeof,
+            custody=self._book,
+            # The copy in host memory would take room that others need; reading from there is cheap to repeat.
+            keep_clean=False,
+            spill_threads=spill_threads,
+            restore_threads=restore_threads,
+            name=f"{name}-device",
+        )
+        self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
+
+    # -- in ----------------------------------------------------------------------------------------
+
+    def proxify(self, value: Any, label: Hashable = None) -> Any:
+        """Return a :class:`Skeleton` of a value that has something on the device; any other value itself.
+
+        Its memory is known from now on and may leave the device as soon as nobody has an array on it. It is given up
+        when the last skeleton with it is.
+
+        Parameters
+        ----------
+        value
+            Anything. What cannot be taken apart is returned as it is.
+        label
+            Under which room was promised to it, by :meth:`admit`.
+        """
+        self.settle()
+        if label is not None:
+            self.manager.settle(label)
+        units: dict[Unit, None] = {}
+        leaves: dict[int, Leaf] = {}
+
+        def stand_in(item: Any) -> Any:
+            found = self._describe(item)
+            if found is None or found.recipe is None:
+                return item
+            unit = self._join(item, found, units)
+            if unit is None:
+                return item
+            return leaves.setdefault(id(item), Leaf(unit, found.recipe))
+
+        try:
+            tree = replace(value, stand_in)
+        except BaseException as error:
+            self._book.dead.append((False, tuple(units)))
+            self.settle()
+            if not isinstance(error, Exception):
+                raise
+            # Looking into somebody's types runs their code. Storing must not fail for it: then the value stays whole.
+            logger.debug("cannot take a value of type %s apart", type(value).__qualname__, exc_info=True)
+            return value
+        return self._book.skeleton(tree, tuple(units)) if units else value
+
+    def _describe(self, item: Any) -> ArrayDescription | None:
+        cls = type(item)
+        adapter = self._registry.adapter(cls)
+        if adapter is None or not adapter.on_device:
+            # What nobody knows how to rebuild stays as it is.
+            return None
+        found = self._registry.describe(item)
+        return found if found is not None and found.identity.device == self.device.identity else None
+
+    def _join(self, array: Any, found: ArrayDescription, units: dict[Unit, None]) -> Unit | None:
+        """Return the unit of an array, which `units` then has; None if its memory cannot be moved."""
+        unit = self._book.join(found.identity)
+        if unit is not None:
+            self._note(unit, array, found)
+        if unit is None:
+            try:
+                allocation = self.device.borrow(found.identity, found.owner)
+            except (ValueError, TypeError):
+                return None
+            new = self._book.create(found.identity.nbytes)
+            memory = DeviceMemory(new, allocation, found.owner)
+            self._note(new, array, found)  # in use: it stays here until the walk is over
+            # Before it can be found by others. No lock is held, so another thread may do the same.
+            self.manager.store(new, memory, new.nbytes)
+            unit = self._book.enter(memory, unless_known=True)
+            if unit is not new:
+                self.manager.discard(new)
+                self._note(unit, array, found)
+        if unit in units:
+            self._book.dead.append((False, (unit,)))  # one reference for each skeleton
+        units[unit] = None
+        return unit
+
+    def _note(self, unit: Unit, array: Any, found: ArrayDescription) -> None:
+        if array is not found.owner:  # a buffer that is its own owner would seem in use for ever
+            assert found.recipe is not None
+            self._book.note(unit, found.recipe, array)
+
+    # -- out ---------------------------------------------------------------------------------------
+
+    def is_ready(self, value: Any) -> bool:
+        """Whether a value can be resolved without copying."""
+        if type(value) is not Skeleton:
+            return True
+        try:
+            return all(map(self.manager.is_resident, value.units))
+        except KeyError:
+            return False
+
+    def resolve(self, value: Any) -> Any:
+        """Return the value that a skeleton stands for; anything else itself.
+
+        Blocks while what is not on the device is copied there, in the calling thread and on others, without waiting for
+        admission.
+
+        Raises
+        ------
+        DataLostError
+            Part of it was on disk and cannot be read back.
+        MemoryError
+            The device has no room, although everything that could was made to leave.
+        ManagerClosed
+            The tier was closed while it was not on the device.
+        """
+        if type(value) is not Skeleton:
+            return value
+        self.settle()
+        with self.manager.pin(value.units) as pins:
+            if not self.is_ready(value):
+                self._guard.verify()
+            return self._build(value, self.manager.materialize(pins))
+
+    def resolve_all(self, values: Mapping[Hashable, Any], admission: Admission | None = None) -> dict[Hashable, Any]:
+        """Return several values resolved; as :meth:`resolve`. A DataLostError names the key.
+
+        Parameters
+        ----------
+        values
+            Values by key.
+        admission
+            What :meth:`admit` returned for them, if it was asked.
+        """
+        if admission is not None and admission.pids:
+            self._guard.verify()
+            try:
+                # All at once, and out of what was promised.
+                self.manager.materialize(admission)
+            except DataLostError as error:
+                raise _named(error, values) from error
+        resolved = {}
+        for key, value in values.items():
+            try:
+                resolved[key] = self.resolve(value)
+            except DataLostError as error:
+                raise lost(error, key) from error
+        return resolved
+
+    def resolve_later(
+        self, values: Mapping[Hashable, Any], admission: Admission | None = None
+    ) -> Future[dict[Hashable, Any]]:
+        """Return a future of several values resolved, copied on the manager's threads; never blocks.
+
+        Done at once if everything is on the device. A DataLostError in it names the key. Parameters as for
+        :meth:`resolve_all`.
+        """
+        result: Future[dict[Hashable, Any]] = Future()
+        units = dict.fromkeys(unit for value in values.values() if type(value) is Skeleton for unit in value.units)
+        if not units:
+            result.set_result(dict(values))
+            return result
+        self._guard.verify()
+        pins = None if admission is not None and units.keys() <= admission.pids.keys() else self.manager.pin(units)
+        held = dict(values)  # the skeletons, and so the units
+
+        def build(source: Future[dict[Hashable, Any]]) -> None:
+            with suppress(InvalidStateError):  # cancelled
+                try:
+                    memories = source.result()
+                    result.set_result({key: self._build(value, memories) for key, value in held.items()})
+                except DataLostError as error:
+                    result.set_exception(_named(error, held))
+                except BaseException as error:
+                    result.set_exception(error)
+            if pins is not None:
+                pins.release()
+
+        chosen = admission if pins is None else pins
+        assert chosen is not None
+        self.manager.materialize_later(chosen).add_done_callback(build)
+        return result
+
+    def _build(self, value: Any, memories: Mapping[Hashable, DeviceMemory]) -> Any:
+        if type(value) is not Skeleton:
+            return value
+
+        def array(item: Any) -> Any:
+            return self._book.array(memories[item.unit], item.recipe) if type(item) is Leaf else item
+
+        return replace(value.tree, array)
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def admit(self, label: Hashable, values: Iterable[Any], output_nbytes: int = 0) -> Admission:
+        """Pin what values have on the device, and ask for room for what is not there and for an output.
+
+        Parameters
+        ----------
+        label
+            With which the output will be given to :meth:`proxify`.
+        values
+            Skeletons; others do not matter.
+        output_nbytes
+            Bytes that the output is expected to take on the device.
+        """
+        self.settle()
+        self._guard.verify()
+        units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
+        return self.manager.admit(label, units, output_nbytes)
+
+    def expect_use(self, value: Any, order: Order | None, user: Hashable) -> None:
+        """Note when `user`, a key, is needed next; a smaller `order` is sooner, None says that nothing is known.
+
+        Parameters
+        ----------
+        value
+            The skeleton of the key.
+        order, user
+            As above.
+        """
+        if type(value) is not Skeleton:
+            return
+        if order is not None:
+            for unit in value.units:
+                unit.users.add(user)
+            self.manager.expect_uses(value.units, order, user)
+        elif any(user in unit.users for unit in value.units):
+            for unit in value.units:
+                unit.users.discard(user)
+            self.manager.drop_uses(value.units, user)
+
+    def prefetch(self, values: Iterable[Any]) -> int:
+        """Begin to copy to the device what values have, as far as there is room; return how many units."""
+        units = [unit for value in values if type(value) is Skeleton for unit in value.units]
+        return self.manager.prefetch(units) if units else 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more would leave half of the limit free."""
+        manager = self.manager
+        return manager.limit is None or manager.memory_total() + manager.offset + nbytes < manager.limit // 2
+
+    def new_nbytes(self, value: Any) -> int:
+        """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
+        found: dict[Any, int] = {}
+
+        def look(item: Any) -> Any:
+            described = self._describe(item)
+            if described is not None and described.recipe is not None and not self._book.knows(described.identity):
+                found[described.identity] = described.identity.nbytes
+            return item
+
+        try:
+            replace(value, look)
+        except Exception:
+            return 0  # nothing of it will be known
+        return sum(found.values())
+
+    def host_nbytes(self, skeleton: Skeleton, nbytes: int | None) -> int:
+        """Bytes that a skeleton takes in host memory.
+
+        Parameters
+        ----------
+        skeleton
+            What :meth:`proxify` returned.
+        nbytes
+            Size of the whole value, if it is known: it may have more than arrays of the device.
+        """
+        if nbytes is None or type(skeleton.tree) is Leaf:
+            return SKELETON_NBYTES
+        return max(SKELETON_NBYTES, nbytes - skeleton.device_nbytes)
+
+    def settle(self) -> None:
+        """Let go of what nobody refers to any more, and count what lingers. Costs next to nothing if there is none."""
+        book = self._book
+        while book.unsettled:  # more follows from what is let go of here
+            for unit in book.settle():
+                for user in list(unit.users):
+                    self.manager.drop_uses([unit], user)
+                with suppress(KeyError):
+                    self.manager.discard(unit)
+        lingering = book.lingering_nbytes
+        if lingering != self.manager.offset:
+            self.manager.set_offset(lingering)
+
+    @property
+    def skeletons(self) -> int:
+        """How many skeletons there are."""
+        return self._book.skeletons
+
+    # -- numbers -----------------------------------------------------------------------------------
+
+    def statistics(self) -> TierStatistics:
+        """Return a snapshot of every number."""
+        self.settle()
+        statistics = self.manager.statistics()
+        return TierStatistics(
+            limit=statistics.limit,
+            units=statistics.values,
+            device_nbytes=statistics.host_nbytes,
+            pinned_nbytes=statistics.pinned_nbytes,
+            reserved_nbytes=statistics.reserved_nbytes,
+            spilled_nbytes=statistics.spilled_nbytes,
+            lingering_nbytes=statistics.offset_nbytes,
+            spills=statistics.spills,
+            restores=statistics.restores,
+            out_of_memory=self._guard.calls,
+            out_of_memory_helped=self._guard.helped,
+            loop_io=statistics.loop_io,
+            overruns=statistics.overruns,
+        )
+
+    def _largest(self) -> str:
+        manager = self.manager
+        sizes = []
+        for unit in manager.keys_in(Tier.HOST):  # its own memory, that is
+            with suppress(KeyError):
+                sizes.append(manager.nbytes(unit))
+        return ", ".join(f"{nbytes} bytes" for nbytes in heapq.nlargest(5, sizes))
+
+    def validate(self) -> None:
+        """Raise AssertionError if what is known and what is there contradict each other. O(n); for tests at rest."""
+        self.settle()
+        self.manager.validate()
+        for key in self.manager:
+            assert isinstance(key, Unit)
+            assert key.references > 0, f"{key} is kept although nobody refers to it"
+            memory = self.manager.peek(key)
+            if memory is not None:
+                assert memory.unit is key
+                assert memory.allocation.nbytes == key.nbytes == self.manager.nbytes(key)
+                assert self._book.identified(memory), f"{key} is on the device and not known there"
+
+    def close(self) -> None:
+        """Stop background work. What is on the device stays readable. Blocks; idempotent; before the host's manager."""
+        self._guard.close()
+        self.manager.close()
+
+
+def lost(error: DataLostError, key: Hashable) -> DataLostError:
+    """Return the error under the key of a value, part of which is lost."""
+    return DataLostError(f"what {key!r} has on the device is lost: {error.message}", key)
+
+
+def _named(error: DataLostError, values: Mapping[Hashable, Any]) -> DataLostError:
+    """Return the error under the key of the value that is lost."""
+    for key, value in values.items():
+        if type(value) is Skeleton and error.key in value.units:
+            return lost(error, key)
+    return error
+
+
+def _sizeof(value: object) -> int:
+    assert isinstance(value, DeviceMemory)
+    return value.unit.nbytes

@@ -1,0 +1,151 @@
+"""What stands for values and for memory.
+
+A *unit* is one allocation, wherever its bytes are; it is what the device's manager moves, once, however many arrays
+look at it. A *skeleton* is a value in which every array on the device is replaced by a *leaf*: the unit, and how to
+build the array on it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from gpuspill.device.arrays import Recipe
+from gpuspill.device.base import Allocation, AllocationId
+
+__all__ = ["Dead", "DeviceMemory", "Internal", "Leaf", "Skeleton", "Unit", "Watch"]
+
+#: Whether a skeleton died, and units to be counted down by whoever comes next.
+Dead: TypeAlias = "deque[tuple[bool, tuple[Unit, ...]]]"
+
+
+class Internal:
+    """A key of a manager that is gpuspill's own: nobody who lists keys sees it. Compares by identity."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.strip('_').lower()} {self.number}>"
+
+    def __reduce__(self) -> Any:
+        # Errors name keys, and travel.
+        return str, (repr(self),)
+
+
+class Unit(Internal):
+    """One allocation, wherever its bytes are: a key of the device's manager.
+
+    Attributes
+    ----------
+    nbytes
+        Size in bytes.
+    references
+        How many skeletons have it. Once none has, it is gone for good.
+    arrays
+        The arrays on it that are somewhere in use.
+    users
+        The keys of which the device's manager knows when they are needed next.
+    """
+
+    __slots__ = ("arrays", "nbytes", "references", "users")
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        super().__init__(number)
+        self.nbytes = nbytes
+        self.references = 0
+        self.users: set[Any] = set()
+        self.arrays: dict[Recipe, weakref.ref[Any]] = {}
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody refers to an array on it. Takes no lock."""
+        return any(ref() is not None for ref in list(self.arrays.values()))
+
+
+class Watch(weakref.ref[Any]):
+    """A weak reference to what keeps an allocation alive, which knows the allocation."""
+
+    __slots__ = ("identity",)
+
+    identity: AllocationId
+
+    def __new__(cls, keeper: Any, callback: Callable[[Any], object], identity: AllocationId) -> Watch:
+        """Make one; TypeError if `keeper` cannot be weakly referenced."""
+        return super().__new__(cls, keeper, callback)
+
+    def __init__(self, keeper: Any, callback: Callable[[Any], object], identity: AllocationId) -> None:
+        super().__init__(keeper, callback)  # type: ignore[call-arg]
+        self.identity = identity
+
+
+class DeviceMemory:
+    """The bytes of a unit while they are on the device: a value of the device's manager.
+
+    Nothing but the manager refers to it for long. Arrays refer to what keeps the allocation alive, not to this.
+
+    Parameters
+    ----------
+    unit
+        Whose bytes.
+    allocation
+        Where they are.
+    keeper
+        What keeps the allocation alive.
+    """
+
+    __slots__ = ("__weakref__", "allocation", "identity", "keeper", "unit", "watch")
+
+    def __init__(self, unit: Unit, allocation: Allocation, keeper: object) -> None:
+        self.unit = unit
+        self.allocation = allocation
+        self.keeper = keeper
+        self.identity = allocation.identity
+        self.watch: Watch | None = None
+
+
+class Leaf:
+    """Stands for an array in a skeleton. No dataclass: a walk would look into it."""
+
+    __slots__ = ("recipe", "unit")
+
+    def __init__(self, unit: Unit, recipe: Recipe) -> None:
+        self.unit = unit
+        self.recipe = recipe
+
+
+class Skeleton:
+    """A value without its arrays.
+
+    Parameters
+    ----------
+    tree
+        The value, with leaves in the places of arrays.
+    units
+        The units of these leaves, each once; the skeleton counts as one reference to each.
+    dead
+        Where they go when it dies.
+    """
+
+    __slots__ = ("__weakref__", "_dead", "tree", "units")
+
+    def __init__(self, tree: Any, units: tuple[Unit, ...], dead: Dead) -> None:
+        self.tree = tree
+        self.units = units
+        self._dead = dead
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of its units."""
+        return sum(unit.nbytes for unit in self.units)
+
+    def __del__(self) -> None:
+        # In any thread, at any point: no lock, and nothing that could call back.
+        self._dead.append((True, self.units))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("what stands for a value on the device cannot be pickled; resolve it first")

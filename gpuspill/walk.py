@@ -1,0 +1,165 @@
+"""One walk over a value: what is inside lists, tuples, dictionaries and dataclasses is replaced.
+
+What is looked into: lists, tuples and dictionaries (their values), their subclasses (named tuples, ordered and default
+dictionaries), and instances of dataclasses (their fields), frozen and slotted ones included. Everything else is offered
+to whoever replaces and otherwise left alone: sets too, since what is in them has been hashed.
+
+A container is rebuilt only if something below it was replaced, and keeps its type. What shares a container before
+shares one afterwards, and a value may contain itself. The depth does not matter: nothing here recurses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+__all__ = ["replace"]
+
+#: Never of interest, and most of what large lists consist of.
+_PLAIN: Final = frozenset({bool, bytearray, bytes, complex, float, int, str, type(None)})
+_MISSING: Final = object()
+
+
+def replace(value: Any, replacement: Callable[[Any], Any]) -> Any:
+    """Return `value` with everything replaced that somebody wants replaced; `value` itself if that is nothing.
+
+    Parameters
+    ----------
+    value
+        Anything. It is not changed.
+    replacement
+        ``replacement(item)`` is called once for each object in it that is neither a container nor a plain scalar, and
+        returns the object itself, to leave it alone, or what takes its place.
+
+    Raises
+    ------
+    TypeError
+        A container that would have to be rebuilt cannot be: its type does not let itself be copied.
+    """
+    if not _is_container(value):
+        return value if type(value) in _PLAIN else replacement(value)
+    found = _Findings(value, replacement)
+    return found.rebuild(value) if found.replaced else value
+
+
+def _is_container(item: Any) -> bool:
+    return isinstance(item, list | tuple | dict) or dataclasses.is_dataclass(type(item))
+
+
+def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield where each part is, and the part."""
+    # By the types' own methods: a subclass may show something else.
+    if isinstance(container, list):
+        yield from enumerate(list.__iter__(container))
+    elif isinstance(container, tuple):
+        yield from enumerate(tuple.__iter__(container))
+    elif isinstance(container, dict):
+        yield from dict.items(container)
+    else:
+        for field in dataclasses.fields(container):
+            part = getattr(container, field.name, _MISSING)
+            if part is not _MISSING:
+                yield field.name, part
+
+
+class _Findings:
+    """What is in a value: its containers, what is replaced in them, and which have to be rebuilt."""
+
+    def __init__(self, root: Any, replacement: Callable[[Any], Any]) -> None:
+        # By identity; the objects are kept alive with it, since some containers make their parts when asked.
+        self.items: dict[int, Any] = {id(root): root}
+        self.replaced: dict[int, Any] = {}
+        self.new: dict[int, Any] = {}
+        self._parents: dict[int, list[int]] = {}
+        seen_leaves: dict[int, Any] = {}
+        stack = [root]
+        while stack:
+            container = stack.pop()
+            for _, part in _parts(container):
+                if type(part) in _PLAIN:
+                    continue
+                ident = id(part)
+                if ident in self.items:
+                    self._parents.setdefault(ident, []).append(id(container))
+                elif _is_container(part):
+                    self.items[ident] = part
+                    self._parents[ident] = [id(container)]
+                    stack.append(part)
+                else:
+                    if ident not in seen_leaves:
+                        seen_leaves[ident] = part
+                        new = replacement(part)
+                        if new is not part:
+                            self.replaced[ident] = new
+                    if ident in self.replaced:
+                        self._parents.setdefault(ident, []).append(id(container))
+        self._leaves = seen_leaves
+
+    def _changed(self) -> dict[int, Any]:
+        """Return the containers with something replaced below them."""
+        changed: dict[int, Any] = {}
+        stack = list(self.replaced)
+        while stack:
+            for parent in self._parents.get(stack.pop(), ()):
+                if parent not in changed:
+                    changed[parent] = self.items[parent]
+                    stack.append(parent)
+        return changed
+
+    def rebuild(self, root: Any) -> Any:
+        """Return the root anew.
+
+        What can be changed is copied first and filled last, so a value that contains itself is no problem: every circle
+        goes through something that can be changed. Tuples are made in between, those inside of others first.
+        """
+        changed = self._changed()
+        self.new.update(self.replaced)
+        tuples: list[int] = []
+        for ident, container in changed.items():
+            if isinstance(container, tuple):
+                tuples.append(ident)
+            else:
+                shell = copy.copy(container)
+                if type(shell) is not type(container) or shell is container:
+                    raise TypeError(
+                        f"a copy of {type(container).__qualname__} is no new {type(container).__qualname__}"
+                    )
+                self.new[ident] = shell
+        while tuples:
+            ident = tuples[-1]
+            if ident in self.new:
+                tuples.pop()
+                continue
+            container = changed[ident]
+            first = [id(part) for _, part in _parts(container) if id(part) in changed and id(part) not in self.new]
+            if first:
+                tuples.extend(first)
+                continue
+            tuples.pop()
+            self.new[ident] = self._tuple(container)
+        for ident, container in changed.items():
+            if not isinstance(container, tuple):
+                self._fill(container, self.new[ident])
+        return self.new[id(root)]
+
+    def _tuple(self, container: tuple[Any, ...]) -> tuple[Any, ...]:
+        cls = type(container)
+        # Not by calling the class: named tuples take their parts one by one, and others whatever they like.
+        made: tuple[Any, ...] = tuple.__new__(cls, [self.new.get(id(part), part) for part in tuple.__iter__(container)])
+        if hasattr(container, "__dict__"):
+            vars(made).update(vars(container))
+        return made
+
+    def _fill(self, container: Any, shell: Any) -> None:
+        for place, part in _parts(container):
+            new = self.new.get(id(part), part)
+            if new is part:
+                continue
+            if isinstance(shell, list):
+                list.__setitem__(shell, place, new)
+            elif isinstance(shell, dict):
+                dict.__setitem__(shell, place, new)
+            else:
+                object.__setattr__(shell, place, new)  # also if it is frozen

@@ -1,0 +1,378 @@
+"""Workers with a device: what their tasks return is on it, and spilled from there."""
+
+import asyncio
+import gc
+import operator
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Event, get_worker, wait
+from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
+
+import gpuspill
+from gpuspill import simulated
+from gpuspill.config import Settings
+from gpuspill.distributed.devices import device_limit, find_device
+from gpuspill.errors import ConfigError, DataLostError
+from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
+from gpuspill.simulated import current as current_device
+from gpuspill.tier import Internal, Skeleton
+
+from .clusters import spilling
+
+KB = 1024
+CHUNK = 32 * KB
+LIMIT = 16 * CHUNK
+ONE = (("127.0.0.1", 2),)
+TWO = (("127.0.0.1", 1), ("127.0.0.1", 2))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The process's device: the threads of workers know no other."""
+    device = SimulatedDevice(64 * LIMIT)
+    monkeypatch.setattr(current_device._default, "_device", device)
+    yield device
+    device.validate()
+    assert device.statistics().violations == 0
+
+
+def on_device(*, limits=(1, LIMIT * 2), nthreads=ONE, config=None, **options):
+    """As ``spilling``, with a device."""
+    return spilling(
+        limits=limits,
+        nthreads=nthreads,
+        config={"gpuspill.device": "simulated", "gpuspill.device-memory-limit": LIMIT, **(config or {})},
+        **options,
+    )
+
+
+def make(i, nbytes=CHUNK):
+    return asarray(np.full(nbytes // 8, i))
+
+
+def total(*values):
+    return int(sum(int(value.sum()) for value in values))
+
+
+async def off_device(worker):
+    """Spill what can be spilled from the device and then from the host."""
+    tier = worker.data.tier
+
+    def empty():
+        # Whoever made or used a value may let go of it a little later.
+        tier.settle()
+        tier.manager.evict_all()
+        return not tier.statistics().device_nbytes
+
+    await async_poll_for(empty, timeout=10)
+    await asyncio.to_thread(worker.data.manager.evict_all)
+
+
+async def checked(worker):
+    """Wait until the tier is at rest and return its numbers, which have been compared with the truth."""
+    tier = worker.data.tier
+
+    def idle():
+        statistics = tier.statistics()
+        leaving = tier.manager._metadata.state.memory.leaving
+        return not (statistics.pinned_nbytes or statistics.reserved_nbytes or leaving)
+
+    await async_poll_for(idle, timeout=10)
+    tier.validate()
+    return tier.statistics()
+
+
+@on_device()
+async def test_a_pipeline_four_times_the_device_and_twice_the_host(c, s, a, device):
+    n, chunk = 512, 64
+    host = np.random.default_rng(1).integers(0, 1000, (n, n))
+    assert host.nbytes == 4 * LIMIT
+    x = c.persist(da.from_array(host, chunks=chunk, name=False).map_blocks(asarray))
+    await wait(x)
+    statistics = await checked(a)
+    assert statistics.device_nbytes == device.statistics().live_bytes <= LIMIT
+    assert statistics.spilled_nbytes >= 3 * LIMIT
+    y = (x + x.T).sum(axis=0) - x.max(axis=1).sum()
+    z = x.rechunk((256, n))[::3, ::-2]
+    got_y, got_z = await c.gather(c.compute([y.map_blocks(asnumpy), z.map_blocks(asnumpy)]))
+    np.testing.assert_array_equal(got_y, (host + host.T).sum(axis=0) - host.max(axis=1).sum())
+    np.testing.assert_array_equal(got_z, host[::3, ::-2])
+    statistics = await checked(a)
+    assert statistics.restores > 50
+    assert statistics.device_nbytes == device.statistics().live_bytes
+    del x, y, z
+    await async_poll_for(lambda: not a.data, timeout=10)
+    statistics = await checked(a)
+    assert (statistics.units, statistics.device_nbytes, statistics.lingering_nbytes) == (0, 0, 0)
+    assert device.statistics().live_bytes == 0
+    assert not a.data.manager.keys()
+
+
+@on_device()
+async def test_what_is_really_on_the_device_stays_within_the_limit(c, s, a, device, monkeypatch):
+    """At every allocation: the limit, what running tasks have as inputs, and for each an output that is not stored."""
+    tier = a.data.tier
+    worst = []
+
+    def watched(allocate):
+        def watch(*args, **kwargs):
+            made = allocate(*args, **kwargs)
+            live, statistics = device.statistics().live_bytes, tier.manager.statistics()
+            worst.append(live - LIMIT - statistics.pinned_nbytes)
+            return made
+
+        return watch
+
+    xs = c.map(make, range(64), pure=False)
+    await wait(xs)
+    await off_device(a)
+    for name in ("allocate", "adopt"):
+        monkeypatch.setattr(device, name, watched(getattr(device, name)))
+    ys = c.map(operator.add, xs, xs[1:] + xs[:1])
+    await wait(ys)
+    monkeypatch.undo()
+    assert len(worst) >= 64
+    assert max(worst) <= 2 * CHUNK
+    sums = await c.gather(c.map(total, ys))
+    assert sums == [(i + (i + 1) % 64) * CHUNK // 8 for i in range(64)]
+
+
+@on_device()
+async def test_the_mapping_shows_values_and_no_keys_of_its_own(c, s, a, device):
+    x = c.submit(make, 5, key="x")
+    y = c.submit(lambda: 7, key="y")
+    await wait([x, y])
+    await off_device(a)
+    data = a.data
+    assert any(isinstance(key, Internal) for key in data.manager)
+    assert set(data) == {"x", "y"}
+    assert len(data) == 2
+    assert len(data.memory) + len(data.disk) == 2
+    assert set(data.memory) | set(data.disk) == {"x", "y"}
+    assert "x" in data
+    assert not data.is_ready("x")
+    assert data.peek("x", "absent") == "absent"
+    value = (await data.async_get(["x"]))["x"]
+    assert type(value) is Array
+    assert data.is_ready("x")
+    assert data.peek("x") is value
+    assert data["x"] is value
+    assert (await data.async_get(["x", "y"])) == {"x": value, "y": 7}
+    assert data.async_get(["x"]).done()
+    assert (await data.async_get(["z"], missing="omit")) == {}
+    with pytest.raises(KeyError):
+        await data.async_get(["z"])
+
+
+@on_device(loop_io=1)
+async def test_reading_on_the_loop_is_right_and_counted(c, s, a, device):
+    await wait(x := c.submit(make, 5, key="x"))
+    await off_device(a)
+    assert total(a.data["x"]) == 5 * CHUNK // 8
+    del x
+
+
+@on_device(nthreads=TWO)
+async def test_values_are_sent_to_workers_and_clients(c, s, a, b, device):
+    xs = c.map(make, range(8), workers=[a.address], pure=False)
+    await wait(xs)
+    await off_device(a)
+    sums = await c.gather(c.map(total, xs, workers=[b.address]))
+    assert sums == [i * CHUNK // 8 for i in range(8)]
+    await off_device(a)
+    await off_device(b)
+    for i, x in enumerate(await c.gather(xs)):
+        assert type(x) is Array
+        np.testing.assert_array_equal(asnumpy(x), np.full(CHUNK // 8, i))
+
+
+@on_device()
+async def test_containers_coroutines_and_views(c, s, a, device):
+    base = c.submit(lambda: {"x": make(1), "y": [make(2), "text"]}, key="base")
+    view = c.submit(lambda d: d["x"][::-2], base, key="view")
+    await wait(view)
+    statistics = await checked(a)
+    assert statistics.units == 2
+    assert statistics.device_nbytes == 2 * CHUNK
+    await off_device(a)
+
+    async def later(d, v):
+        return total(d["x"], d["y"][0], v), d["y"][1], d["x"].allocation is v.allocation
+
+    assert await c.submit(later, base, view) == (CHUNK // 8 * 3 + CHUNK // 16, "text", True)
+    del base
+    await async_poll_for(lambda: "base" not in a.data, timeout=10)
+    assert await c.submit(total, view) == CHUNK // 16
+    del view
+    await async_poll_for(lambda: not a.data, timeout=10)
+    assert device.statistics().live_bytes == 0
+
+
+@on_device()
+async def test_a_task_reads_what_is_spilled_through_the_worker(c, s, a, device):
+    await wait(x := c.submit(make, 3, key="x"))
+    await off_device(a)
+    assert await c.submit(lambda: total(get_worker().data["x"])) == 3 * CHUNK // 8
+    del x
+
+
+@on_device(config={"gpuspill.device-memory-limit": None})
+async def test_tasks_that_run_out_of_memory_make_room(c, s, a, device):
+    device.configure(memory=8 * CHUNK)
+    xs = c.map(make, range(32), pure=False)
+    sums = await c.gather(c.map(total, xs))
+    assert sums == [i * CHUNK // 8 for i in range(32)]
+    statistics = await checked(a)
+    assert statistics.limit is None
+    assert statistics.out_of_memory > 0
+    assert statistics.out_of_memory == statistics.out_of_memory_helped
+    assert device.statistics().failed_allocations == 0
+    assert a.data.statistics().device_out_of_memory == statistics.out_of_memory
+
+
+@on_device(limits=(1,))
+async def test_what_is_lost_is_computed_again(c, s, a, device):
+    x = c.submit(make, 3, key="x")
+    await wait(x)
+    await off_device(a)
+    lose(a)
+    assert await c.submit(total, x, pure=False) == 3 * CHUNK // 8
+
+
+@on_device(limits=(1,))
+async def test_what_is_scattered_and_lost_fails_under_its_key(c, s, a, device):
+    x = await c.scatter(make(3))
+    await off_device(a)
+    lose(a)
+    with pytest.raises(DataLostError) as caught:
+        await c.submit(total, x, pure=False)
+    assert caught.value.key == x.key
+
+
+def lose(worker):
+    """Delete all records behind the manager's back."""
+    slots = worker.data.manager._metadata.slots
+    receipts = [slot.receipt for slot in slots.values() if slot.receipt is not None]
+    assert receipts
+    for receipt in receipts:
+        worker.data.records.delete(receipt)
+
+
+@on_device()
+async def test_cancelled_and_failing_tasks_leave_nothing_pinned(c, s, a, device):
+    xs = c.map(make, range(40), pure=False)
+    await wait(xs)
+    await off_device(a)
+
+    def fail(x):
+        raise ValueError("x")
+
+    failing = c.map(fail, xs)
+    ys = c.map(lambda x: x + 1, xs)
+    await async_poll_for(lambda: a.data.tier.statistics().restores > 2, timeout=30)
+    await c.cancel(ys)
+    await wait(failing)
+    statistics = await checked(a)
+    assert statistics.pinned_nbytes == statistics.reserved_nbytes == 0
+
+
+@on_device(limits=("1 MiB",))
+async def test_numbers_of_the_device(c, s, a, device):
+    await wait(c.persist(da.zeros(3)))
+    xs = c.map(make, range(20), pure=False)
+    await wait(xs)
+    await checked(a)
+    statistics = a.data.statistics()
+    assert statistics.device_limit == LIMIT
+    assert statistics.device_nbytes == device.statistics().live_bytes <= LIMIT
+    assert statistics.device_nbytes + statistics.device_spilled_nbytes == 20 * CHUNK
+    assert statistics.device_spills >= 4
+    assert statistics.unspillable == 0
+    await a.heartbeat()
+    assert s.workers[a.address].metrics["gpuspill"]["device_spills"] == statistics.device_spills
+    frame = await gpuspill.statistics(c)
+    assert frame.loc[a.address, "device_spills"] == statistics.device_spills
+    # Of what is spilled, the worker's size is what the scheduler has.
+    assert s.tasks[xs[0].key].nbytes == CHUNK
+
+
+@on_device(limits=("1 MiB",), nthreads=[("127.0.0.1", 1)])
+async def test_what_is_needed_next_is_known_to_the_device(c, s, a, device):
+    xs = c.map(make, range(20), pure=False)
+    await wait(xs)
+    uses = a.data.tier.manager._metadata.state.uses
+    units = [a.data.manager.look(x.key).units[0] for x in xs]
+    event = Event("go", client=c)
+    blocker = c.submit(lambda: Event("go").wait(timeout=60), priority=10)
+    ys = c.map(total, xs)
+    await async_poll_for(lambda: all(y.key in a.state.tasks for y in ys), timeout=10)
+    await async_poll_for(lambda: all(uses.next(unit) is not None for unit in units), timeout=10)
+    order = [uses.next(unit) for unit in units]
+    assert order == sorted(order)
+    await event.set()
+    await wait([blocker, *ys])
+    await async_poll_for(lambda: not len(uses), timeout=10)
+    assert not any(unit.users for unit in units)
+    # Known before the value is there, too.
+    zs = c.map(total, c.map(make, range(5), pure=False))
+    await wait(zs)
+    await async_poll_for(lambda: not len(uses), timeout=10)
+
+
+@spilling(limits=("1 MiB",), nthreads=ONE)
+async def test_without_a_device_there_is_no_tier(c, s, a):
+    assert a.data.tier is None
+    statistics = a.data.statistics()
+    assert (statistics.device_limit, statistics.device_nbytes) == (None, 0)
+
+
+@on_device(limits=("1 MiB",))
+async def test_skeletons_never_show(c, s, a, device):
+    x = c.submit(make, 1, key="x")
+    await wait(x)
+    seen = await c.submit(lambda x: type(x).__name__, x)
+    assert seen == "Array"
+    assert type(a.data.manager.peek("x")) is Skeleton
+    assert type(a.data["x"]) is Array
+
+
+def test_a_running_worker_gets_a_device(device):
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=NO_AMM)
+    async def body(c, s, a):
+        xs = c.map(make, range(20), pure=False)
+        await wait(xs)
+        await c.register_plugin(
+            gpuspill.SpillPlugin(device="simulated", device_memory_limit=LIMIT, host_limit=2 * LIMIT)
+        )
+        statistics = await checked(a)
+        assert statistics.units == 20
+        assert statistics.device_nbytes == device.statistics().live_bytes <= LIMIT
+        assert await c.gather(c.map(total, xs)) == [i * CHUNK // 8 for i in range(20)]
+
+    body()
+    gc.collect()
+    assert device.statistics().live_bytes == 0
+
+
+def test_settings(device):
+    assert Settings.load().device == "auto"
+    assert find_device(Settings.load()) is None
+    assert find_device(Settings.load(device=None)) is None
+    assert find_device(Settings.load(device="simulated")) is simulated.device() is device
+    total = device.memory_info().total
+    for option, limit in {"auto": int(0.8 * total), "0.5": total // 2, 0.25: total // 4, "1 MiB": 2**20, 1: 1}.items():
+        settings = Settings.load(device="simulated", device_memory_limit=option)
+        assert device_limit(settings, device) == limit
+    assert device_limit(Settings.load(device_memory_limit=0), device) is None
+    for options in ({"device": "tpu"}, {"device_memory_limit": "much"}, {"device_memory_limit": -1}):
+        with pytest.raises(ConfigError, match=next(iter(options)).replace("_", "-")):
+            Settings.load(**options)
+
+
+def test_the_simulated_devices_own_settings_are_no_mistake():
+    import dask
+
+    with dask.config.set({"gpuspill.simulated.memory": "1 GiB"}):
+        Settings.load()

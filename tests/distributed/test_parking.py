@@ -1,0 +1,133 @@
+"""Values that a task parks in its worker's store."""
+
+import pickle
+import threading
+
+import numpy as np
+from distributed import get_worker
+
+import gpuspill
+from gpuspill import simulated
+from gpuspill.distributed.parking import Parked
+from gpuspill.simulated import asarray, asnumpy
+
+from .clusters import spilling
+from .test_device import CHUNK, device, make, on_device  # noqa: F401
+
+ONE = (("127.0.0.1", 1),)
+NBYTES = 80_000
+
+
+def manager():
+    return get_worker().memory_manager.data.manager
+
+
+def empty(store):
+    statistics = store.statistics()
+    return statistics.keys == statistics.values == 0 and len(store) == 0
+
+
+@spilling(nthreads=ONE)
+async def test_a_parked_value_is_spilled_and_comes_back(c, s, a):
+    def task():
+        store = get_worker().memory_manager.data
+        handle = gpuspill.proxify(np.arange(10_000))
+        before = len(store), list(store)
+        store.manager.evict_all()
+        assert store.manager.spilled_count == 1
+        with handle as first:
+            assert first.sum() == 49_995_000
+            store.manager.evict_all()
+            with handle as again:
+                assert again is first  # pinned
+        del first, again
+        store.manager.evict_all()
+        assert store.manager.spilled_count == 1
+        assert store.statistics().pinned_nbytes == 0
+        return before, int(handle.resolve()[7])
+
+    assert await c.submit(task, key="t") == ((0, []), 7)
+    a.data.statistics()
+    assert not a.data._parked
+    assert set(a.data) <= {"t"}
+
+
+@spilling(nthreads=ONE)
+async def test_handles_in_containers(c, s, a):
+    def task():
+        handles = {"x": gpuspill.proxify(np.ones(10)), "y": [gpuspill.proxify("text"), 1]}
+        manager().evict_all()
+        found = gpuspill.unproxify(handles)
+        assert gpuspill.unproxify(5) == 5
+        assert gpuspill.proxify(handles["x"]) is handles["x"]
+        return found["x"].sum(), found["y"]
+
+    assert await c.submit(task) == (10.0, ["text", 1])
+
+
+@spilling(nthreads=ONE)
+async def test_a_handle_travels_as_its_value(c, s, a):
+    def task():
+        handle = gpuspill.proxify(np.arange(10_000))
+        manager().evict_all()
+        return pickle.dumps([handle, 1])
+
+    value, one = pickle.loads(await c.submit(task))
+    np.testing.assert_array_equal(value, np.arange(10_000))
+    assert one == 1
+
+
+@spilling(nthreads=ONE)
+async def test_in_threads_that_tasks_start(c, s, a):
+    def task():
+        found = []
+        store = get_worker().memory_manager.data
+
+        def run():
+            handle = gpuspill.proxify(np.arange(10))
+            found.append(handle._store is store)
+            found.append(int(handle.resolve().sum()))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(60)
+        return found
+
+    assert await c.submit(task) == [True, 45]
+
+
+@spilling(nthreads=(("127.0.0.1", 1), ("127.0.0.1", 1)))
+async def test_each_worker_has_its_own(c, s, a, b):
+    def task(address):
+        handle = gpuspill.proxify(1)
+        return handle._store is get_worker().memory_manager.data and get_worker().address == address
+
+    for worker in (a, b):
+        assert await c.submit(task, worker.address, workers=[worker.address])
+
+
+@on_device()
+async def test_parked_on_a_device(c, s, a, device):  # noqa: F811
+    def task():
+        store = get_worker().memory_manager.data
+        handle = gpuspill.proxify({"x": make(3)})
+        store.tier.settle()
+        store.tier.manager.evict_all()
+        assert simulated.device().statistics().live_bytes == 0
+        store.manager.evict_all()
+        with handle as value:
+            return int(asnumpy(value["x"]).sum())
+
+    assert await c.submit(task) == 3 * CHUNK // 8
+    a.data.statistics()
+    assert device.statistics().live_bytes == 0
+
+
+def test_without_a_worker_it_just_keeps_the_value():
+    value = asarray(np.arange(3.0))
+    handle = gpuspill.proxify(value)
+    assert type(handle) is Parked
+    with handle as found:
+        assert found is value
+    assert gpuspill.unproxify([handle])[0] is value
+    assert pickle.loads(pickle.dumps(gpuspill.proxify("x"))) == "x"

@@ -1,0 +1,107 @@
+"""Several threads at once on one tier: whatever the order, values are right and the ledger is true in the end."""
+
+import random
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from gpuspill.manager import ProxifyManager
+from gpuspill.serialization import PickleSerializer
+from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
+from gpuspill.testing.stores import MemoryStore
+from gpuspill.tier import DeviceTier
+
+KB = 1024
+KEYS = 40
+OPERATIONS = 400
+
+
+class Threads:
+    """Threads that store, read, share, delete and evict, each by its own dice."""
+
+    def __init__(self, tier, device, count=4):
+        self.tier, self.device = tier, device
+        self.keys = {}
+        self.errors = []
+        self.threads = [threading.Thread(target=self.run, args=(seed,)) for seed in range(count)]
+
+    def run(self, seed):
+        dice = random.Random(seed)
+        try:
+            for _ in range(OPERATIONS):
+                action = dice.choice(
+                    [self.store, self.share, self.read, self.read, self.read_later, self.drop, self.evict]
+                )
+                with suppress(MemoryError):  # all the rest is in use by others
+                    action(dice, dice.randrange(KEYS))
+        except BaseException as error:
+            self.errors.append(error)
+
+    def store(self, dice, key):
+        array = asarray(np.full(128, key), device=self.device)
+        value = array if dice.random() < 0.5 else {"a": array, "b": [array[::2]]}
+        self.keys[key] = self.tier.proxify(value)
+
+    def share(self, dice, key):
+        skeleton = self.keys.get(key)
+        if skeleton is not None:
+            self.keys[dice.randrange(KEYS)] = self.tier.proxify(self.first(self.tier.resolve(skeleton))[::-1])
+
+    def read(self, dice, key):
+        skeleton = self.keys.get(key)
+        if skeleton is not None:
+            with self.tier.admit(None, [skeleton]) as admission:
+                assert admission.wait(60)
+                self.check(self.tier.resolve_all({key: skeleton}, admission)[key])
+
+    def read_later(self, dice, key):
+        skeleton = self.keys.get(key)
+        if skeleton is not None:
+            self.check(self.tier.resolve_later({key: skeleton}).result(60)[key])
+
+    def drop(self, dice, key):
+        self.keys.pop(key, None)
+        self.tier.settle()
+
+    def evict(self, dice, key):
+        self.tier.manager.make_room(dice.randrange(5 * KB))
+
+    @staticmethod
+    def first(value):
+        return value if isinstance(value, Array) else value["a"]
+
+    def check(self, value):
+        host = asnumpy(self.first(value))
+        assert (host == host[0]).all()
+
+
+@pytest.mark.parametrize(("memory", "limit", "host_limit"), [(64 * KB, 16 * KB, 16 * KB), (20 * KB, None, 8 * KB)])
+def test_any_interleaving(memory, limit, host_limit):
+    device = SimulatedDevice(memory)
+    host = ProxifyManager(limit=host_limit, store=MemoryStore(), serializer=PickleSerializer(), sizeof=lambda value: 8)
+    tier = DeviceTier(device, host, limit=limit)
+    work = Threads(tier, device)
+    for thread in work.threads:
+        thread.start()
+    for thread in work.threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert work.errors == []
+    with tier.manager.reserve(0) as room:
+        room.wait(60)
+    assert tier.statistics().spills > 0
+    assert tier.statistics().restores > 0
+    for key in list(work.keys):
+        work.check(tier.resolve(work.keys[key]))
+    work.keys.clear()
+    statistics = tier.statistics()
+    assert (statistics.units, statistics.device_nbytes, statistics.lingering_nbytes) == (0, 0, 0)
+    tier.close()  # ends what is still moving
+    tier.validate()
+    host.validate()
+    assert len(host) == 0
+    assert device.statistics().live_bytes == 0
+    assert device.statistics().violations == 0
+    host.close()
