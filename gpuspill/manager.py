@@ -68,6 +68,10 @@ class ProxifyManager:
     Notes
     -----
     All methods may be called from any thread. Those that may block for I/O say so; no other does.
+
+    A finaliser that the garbage collector runs in the middle of one of them may read: it is given a copy of what is not
+    in memory. What it stores, deletes or releases is stored, deleted or released a moment later. It can neither pin
+    nor ask for room nor close (RuntimeError).
     """
 
     def __init__(
@@ -125,6 +129,9 @@ class ProxifyManager:
             nbytes = self._sizeof(value)
         slots = self._metadata.slots
         with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.store, key, value, nbytes, spillable=spillable))
+                return
             admission = self._labels.pop(key, None)
             if admission is not None:
                 # The output is about to be charged; its promise must not be charged as well.
@@ -162,6 +169,9 @@ class ProxifyManager:
             Of its record, which the store can read and now belongs to this manager.
         """
         with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.adopt, key, nbytes, receipt))
+                return
             pid = state.insert_below(key, nbytes, receipt.nbytes)
             slot = self._metadata.slots[pid] = Slot(key, None, nbytes)
             slot.kind, slot.receipt = object, receipt
@@ -175,7 +185,10 @@ class ProxifyManager:
             The key is unknown.
         """
         with self._metadata as state:
-            state.remove(key)
+            if self._metadata.nested and key in self._ledger.keys:
+                self._metadata.defer(partial(self.discard, key))
+            else:
+                state.remove(key)
 
     def __contains__(self, key: object) -> bool:
         return key in self._ledger.keys
@@ -357,6 +370,7 @@ class ProxifyManager:
         with self._metadata as state:
             known = self._ledger.keys
             pids = {key: known[key].pid for key in keys if key in known}
+            self._metadata.forbid_nested("pin")
             for pid in pids.values():
                 state.pin(pid)
             nothing = Reservation(Kind.TRANSFER, 0, granted=True)
@@ -384,6 +398,9 @@ class ProxifyManager:
     def settle(self, label: Hashable) -> None:
         """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""
         with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.settle, label))
+                return
             admission = self._labels.pop(label, None)
             if admission is not None:
                 state.settle(admission.reservation, admission.outputs.pop(label))
@@ -424,6 +441,7 @@ class ProxifyManager:
         kind: Kind,
     ) -> Admission:
         """Under the lock: pin the inputs and queue for room."""
+        self._metadata.forbid_nested("ask for room")
         state = self._metadata.state
         missing: dict[int, int] = {}  # by proxy: several keys may hold one
         pids: dict[Hashable, int] = {}
@@ -484,11 +502,17 @@ class ProxifyManager:
         """Give back what was promised for inputs that were brought by somebody else meanwhile."""
         if admission.reservation.nbytes > admission.output_nbytes:
             with self._metadata as state:
-                state.shrink(admission.reservation, admission.output_nbytes)
+                if self._metadata.nested:
+                    self._metadata.defer(partial(self._settle_inputs, admission))
+                else:
+                    state.shrink(admission.reservation, admission.output_nbytes)
 
     def release(self, admission: Admission) -> None:
         """Undo :meth:`admit`; called by :meth:`Admission.release`, once."""
         with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.release, admission))
+                return
             self._metadata.admissions.pop(admission.reservation, None)
             for key in admission.outputs:
                 if self._labels.get(key) is admission:
@@ -512,7 +536,7 @@ class ProxifyManager:
         """
         begun: list[tuple[Hashable, int]] = []
         with self._metadata as state:
-            if self._metadata.closed:
+            if self._metadata.closed or self._metadata.nested:
                 return 0
             for key in keys:
                 entry = state.ledger.keys.get(key)
@@ -530,12 +554,18 @@ class ProxifyManager:
     def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
         """`user` is going to read `keys`; a smaller `order` is sooner."""
         with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.expect_uses, keys, order, user))
+                return
             for key in keys:
                 state.expect_use(key, user, order)
 
     def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
         """`user` has read `keys` or never will."""
         with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.drop_uses, keys, user))
+                return
             for key in keys:
                 state.drop_use(key, user)
 
@@ -589,13 +619,18 @@ class ProxifyManager:
     def set_limit(self, limit: int | None, disk_limit: int | None) -> None:
         """Change the limits, in bytes; None for no limit. Without effect after :meth:`close`."""
         with self._metadata as state:
-            if not self._metadata.closed:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.set_limit, limit, disk_limit))
+            elif not self._metadata.closed:
                 state.set_limits(limit, disk_limit)
 
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
         with self._metadata as state:
-            state.set_offset(nbytes)
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.set_offset, nbytes))
+            else:
+                state.set_offset(nbytes)
 
     def evict_all(self) -> None:
         """Spill whatever can be spilled now, and wait until it is done. Blocks; for tests and benchmarks.
@@ -605,6 +640,7 @@ class ProxifyManager:
         with self._metadata as state:
             if self._metadata.closed:
                 return
+            self._metadata.forbid_nested("evict")
             limit, disk_limit = state.memory.limit, state.disk.limit
             state.set_limits(-1, disk_limit)  # so that values of no size go as well
         try:
@@ -629,6 +665,7 @@ class ProxifyManager:
         """
         freed = 0
         with self._metadata as state:
+            self._metadata.forbid_nested("make room")
             state.retry()
         while freed < nbytes:
             with self._metadata as state:
@@ -685,6 +722,7 @@ class ProxifyManager:
         with self._metadata as state:
             if self._metadata.closed:
                 return
+            self._metadata.forbid_nested("close")
             self._metadata.closed = True
             state.memory.limit = None
             state.retry()

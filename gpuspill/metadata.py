@@ -5,12 +5,16 @@
 
 holds the lock for the block. On leaving, what the core decided is collected under the lock and done after it: values
 let go, records deleted, those who wait told, spill threads woken. The lock is held for microseconds: never during I/O,
-(de)serialisation, a callback, or the destruction of a value. It is re-entrant only because the garbage collector may
-run somebody's finaliser, which may read the store, in the middle of a block.
+(de)serialisation, a callback, or the destruction of a value.
+
+It is re-entrant only because the garbage collector may run somebody's finaliser in the middle of a block, and that may
+use the store. In such a nested block nothing may change: reading gives what is there, and leaves the recency as it is;
+what would change something is put off until the outer block has ended.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from gpuspill.engine import Engine
 
 __all__ = ["Metadata"]
+
+logger = logging.getLogger("gpuspill")
 
 #: Values below this size are let go where they are; above, on another thread (unmapping 32 MiB takes milliseconds).
 _REAP_NBYTES = 64 * 1024
@@ -82,23 +88,49 @@ class Metadata:
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.closed = False
         self.engine: Engine | None = None
+        self._depth = 0
+        self._deferred: list[Callable[[], object]] = []
+
+    @property
+    def nested(self) -> bool:
+        """Whether this block, which must have been entered, is in the middle of another one of the same thread.
+
+        Then nothing may change: the core is in the middle of an event.
+        """
+        return self._depth > 1
+
+    def forbid_nested(self, what: str) -> None:
+        """In a nested block raise RuntimeError: this can neither be done now nor be put off."""
+        if self.nested:
+            raise RuntimeError(f"a finaliser that runs in the middle of a change of the store cannot {what}")
+
+    def defer(self, action: Callable[[], object]) -> None:
+        """In a nested block: do `action` after the outermost one. What it raises is logged."""
+        self._deferred.append(action)
 
     def __enter__(self) -> SpillState:
         self._lock.acquire()
+        self._depth += 1
         return self.state
 
     def __exit__(self, *_: object) -> None:
+        if self._depth > 1:
+            # What the event in the middle of which we are has decided so far is for the outer block to carry out.
+            self._depth -= 1
+            self._lock.release()
+            return
+        engine = None
         try:
             state = self.state
-            if self.engine is not None and not self.closed and state.pressure:
-                self.engine.wake()
+            if not self.closed and state.pressure:
+                engine = self.engine
             effects = state.take_effects()
-            if not effects:
+            if not (effects or self._deferred):
                 return
-            values = []
+            values: list[object] = []
             nbytes = 0
-            receipts = []
-            granted = []
+            receipts: list[Receipt] = []
+            granted: list[Admission] = []
             for pid in effects.dropped:
                 entry = state.ledger.entries.get(pid)
                 values.append(self.slots.detach(pid, entry))
@@ -115,8 +147,12 @@ class Metadata:
                 if admission is not None:
                     self.totals["wait"] += self.clock() - admission.asked_at
                     granted.append(admission)
+            deferred, self._deferred = self._deferred, []
         finally:
+            self._depth -= 1
             self._lock.release()
+            if engine is not None:
+                engine.wake()
         if self.promptly:
             self._finish(values, receipts)
             receipts, nbytes = [], 0
@@ -124,6 +160,11 @@ class Metadata:
             admission.fulfil()
         if receipts or nbytes > _REAP_NBYTES:
             self._let_go(values, receipts)
+        for action in deferred:
+            try:
+                action()
+            except Exception:
+                logger.exception("what a finaliser asked for failed")
 
     def _let_go(self, values: list[object], receipts: list[Receipt]) -> None:
         engine = self.engine

@@ -88,7 +88,8 @@ class Restorer:
     def hit(self, entry: Entry) -> Any:
         """Return the value of an entry that is ready, as a use."""
         self.hits += 1
-        self._metadata.state.touch(entry.pid)
+        if not self._metadata.nested:
+            self._metadata.state.touch(entry.pid)
         return self._metadata.slots[entry.pid].value
 
     def _begin(self, key: Hashable, pid: int, admission: Admission | None) -> tuple[Future[Any], bool]:
@@ -196,6 +197,8 @@ class Restorer:
             pid = entry.pid
             if self.ready(entry):
                 return self.hit(entry)
+            if self._metadata.nested:
+                return self._copy(key, pid)
             future, ours = self._begin(key, pid, admission)
         if threading.get_ident() == self.loop_thread and not future.done():
             self.loop_io += 1
@@ -215,6 +218,9 @@ class Restorer:
                 if self.ready(entry):
                     done.set_result(self.hit(entry))
                     return done
+                if self._metadata.nested:
+                    done.set_result(self._copy(key, pid))
+                    return done
                 future, ours = self._begin(key, pid, admission)
             except Exception as error:
                 done.set_exception(error)
@@ -222,6 +228,22 @@ class Restorer:
         if ours:
             self.submit(key, pid)
         return future
+
+    def _copy(self, key: Hashable, pid: int) -> Any:
+        """Return a copy of a value that is not ready, for a finaliser in the middle of a change, and change nothing.
+
+        Neither can it wait for who restores the value already: they wait for the lock that this thread holds.
+        """
+        slot = self._metadata.slots[pid]
+        if slot.lost is not None:
+            raise _lost(key, slot.lost)
+        if isinstance(slot.value, Encoded):
+            # As they are: the value may not share its memory with the one that others will be given.
+            frames = [memoryview(bytearray(frame)) for frame in slot.value.frames]
+            return self._serializer.loads(slot.value.header, frames)
+        if slot.receipt is None or self._metadata.closed:
+            raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+        return self._serializer.loads(*self._store.read(slot.receipt))
 
     def submit(self, key: Hashable, pid: int) -> None:
         """Run a restore that was begun under the lock on a restore thread."""

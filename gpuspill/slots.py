@@ -60,8 +60,8 @@ class Slot:
         Its record, if there is one.
     restoring
         The future of a restore or of a decoding in flight: single flight.
-        self.ghost: Callable[[], Any] | None = None
-        self.ghost_id = 0
+    ghost, ghost_id
+        Gives a value that was evicted while somebody held it, as long as it is alive, and its identity.
     refusals
         How often it was found held when it should have been evicted.
     lost
