@@ -83,12 +83,21 @@ SECONDS = {
             "inf s", "1e400 s", b"1 s"],
 }  # fmt: skip
 
+DEVICE = {
+    "good": [*((value, None) for value in OFF), ("auto", "auto"), ("simulated", "simulated")],
+    "bad": ["gpu", 1, True, [], {}, 1.5, object()],
+}
+DEVICE_LIMIT = {
+    "good": [("auto", "auto"), *((value, None) for value in NO_BYTES), (0.5, 0.5), ("20 GB", 20 * 10**9), (1024, 1024)],
+    "bad": ["lots", "5 apples", -1, True, [], {}, object(), NAN, INF],
+}
+
 OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "host_limit": ("auto", LIMIT),
     "max_spill": ("auto", LIMIT),
     "spill_directory": (None, DIRECTORY),
     "compression": ("auto", TEXT),
-    "spill_threads": (1, COUNT),
+    "spill_threads": (2, COUNT),
     "restore_threads": (2, COUNT),
     "prefetch": (4, COUNT_OR_NONE),
     "admission": (True, SWITCH),
@@ -96,6 +105,8 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "buffer_pool": (128 * 2**20, SIZE),
     "follow_process_memory": (True, SWITCH),
     "storage_delay": (0.0, SECONDS),
+    "device": ("auto", DEVICE),
+    "device_memory_limit": ("auto", DEVICE_LIMIT),
 }
 
 

@@ -96,9 +96,9 @@ def test_any_interleaving(memory, limit, host_limit):
     for key in list(work.keys):
         work.check(tier.resolve(work.keys[key]))
     work.keys.clear()
+    tier.close()  # ends what is still moving
     statistics = tier.statistics()
     assert (statistics.units, statistics.device_nbytes, statistics.lingering_nbytes) == (0, 0, 0)
-    tier.close()  # ends what is still moving
     tier.validate()
     host.validate()
     assert len(host) == 0
