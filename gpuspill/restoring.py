@@ -103,6 +103,7 @@ class Restorer:
         if slot.restoring is not None:
             return slot.restoring, False
         state = self._metadata.state
+        slot.reader = None
         if isinstance(slot.value, Encoded):
             state.pin(pid)
             slot.restoring = Future()
@@ -197,9 +198,11 @@ class Restorer:
             pid = entry.pid
             if self.ready(entry):
                 return self.hit(entry)
-            if self._metadata.nested:
+            if self._metadata.nested or self._metadata.slots[pid].reader == threading.get_ident():
                 return self._copy(key, pid)
             future, ours = self._begin(key, pid, admission)
+            if ours:
+                self._metadata.slots[pid].reader = threading.get_ident()
         if threading.get_ident() == self.loop_thread and not future.done():
             self.loop_io += 1
         if ours:
@@ -230,9 +233,10 @@ class Restorer:
         return future
 
     def _copy(self, key: Hashable, pid: int) -> Any:
-        """Return a copy of a value that is not ready, for a finaliser in the middle of a change, and change nothing.
+        """Return a copy of a value that is not ready, and change nothing.
 
-        Neither can it wait for who restores the value already: they wait for the lock that this thread holds.
+        For a finaliser that runs in the middle of a change, or that asks for the very value that its thread is about to
+        bring back (so may a deserialiser). It cannot wait for whoever restores the value: that waits for this thread.
         """
         slot = self._metadata.slots[pid]
         if slot.lost is not None:
@@ -267,6 +271,7 @@ class Restorer:
     def _restore(self, pid: int) -> None:
         """Bring a value back. Whoever calls this began the restore under the lock. Never raises an Exception."""
         slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy that moves or is pinned
+        slot.reader = threading.get_ident()
         if isinstance(slot.value, Encoded):
             self._decode(pid, slot.value)
             return
@@ -285,7 +290,7 @@ class Restorer:
                     raise
                 return
         with self._metadata as state:
-            future = slot.restoring
+            future, slot.reader = slot.restoring, None
             assert future is not None
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
@@ -303,7 +308,7 @@ class Restorer:
             error = caught
         seconds = clock() - start
         with self._metadata as state:
-            future, slot.restoring = slot.restoring, None
+            future, slot.restoring, slot.reader = slot.restoring, None, None
             assert future is not None
             if error is None:
                 self._metadata.slots.attach(pid, value)
@@ -432,7 +437,7 @@ class Restorer:
             if self._metadata.closed and not isinstance(error, ManagerClosed):
                 error = ManagerClosed(f"the store was closed while {slot.key!r} was read: {error}")
             lost = isinstance(error, DataLostError)
-            future, slot.restoring = slot.restoring, None
+            future, slot.restoring, slot.reader = slot.restoring, None, None
             assert future is not None
             if lost:
                 slot.lost = str(error)

@@ -60,6 +60,8 @@ class Slot:
         Its record, if there is one.
     restoring
         The future of a restore or of a decoding in flight: single flight.
+    reader
+        Identifier of the thread that does it, once one does.
     ghost, ghost_id
         Gives a value that was evicted while somebody held it, as long as it is alive, and its identity.
     refusals
@@ -68,7 +70,19 @@ class Slot:
         Why it is lost, if it is.
     """
 
-    __slots__ = ("ghost", "ghost_id", "key", "kind", "lost", "receipt", "refusals", "restoring", "sizeof", "value")
+    __slots__ = (
+        "ghost",
+        "ghost_id",
+        "key",
+        "kind",
+        "lost",
+        "reader",
+        "receipt",
+        "refusals",
+        "restoring",
+        "sizeof",
+        "value",
+    )
 
     def __init__(self, key: Hashable, value: object, sizeof: int) -> None:
         self.key = key
@@ -77,6 +91,7 @@ class Slot:
         self.sizeof = sizeof
         self.receipt: Receipt | None = None
         self.restoring: Future[Any] | None = None
+        self.reader: int | None = None
         self.ghost: Callable[[], Any] | None = None
         self.ghost_id = 0
         self.refusals = 0
