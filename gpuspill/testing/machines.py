@@ -65,6 +65,7 @@ class SpillEvents:
         "expect_use": 4,
         "drop_use": 2,
         "next_spill": 5,
+        "force_spill": 2,
         "reserve_record": 3,
         "complete_spill": 5,
         "fail_spill": 4,
@@ -183,6 +184,14 @@ class SpillEvents:
     def next_spill(self, c: Choices) -> None:
         """A spill thread looks for work."""
         self.oracle.next_spill()
+
+    def force_spill(self, c: Choices) -> None:
+        """Somebody needs memory at once: a value goes whether the limit asks for it or not."""
+        pid = self.oracle.next_spill(force=True)
+        if pid is not None and c.flag and self.oracle.reserve_record(pid, c.other):
+            self.oracle.complete_spill(pid, c.other, force=True)
+            if pid in self.oracle.values and self.oracle.values[pid].disk and pid not in self.oracle.held:
+                assert self.oracle.values[pid].state in (State.SPILLED, State.CLEAN)
 
     def reserve_record(self, c: Choices) -> None:
         """A value that is being spilled is serialised, its size is known now."""

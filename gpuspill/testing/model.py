@@ -142,7 +142,13 @@ class Model:
     # -- judgement -----------------------------------------------------------------------------------
 
     def _judge(
-        self, *, asked: Reservation | None = None, chosen: int | None = None, written: int | None = None, more: int = 0
+        self,
+        *,
+        asked: Reservation | None = None,
+        chosen: int | None = None,
+        written: int | None = None,
+        more: int = 0,
+        forced: bool = False,
     ) -> list[int]:
         """Take the effects, apply them to the model as far as they are allowed, and compare everything.
 
@@ -154,6 +160,8 @@ class Model:
             The proxy whose spill the event began or completed.
         more
             Bytes for which the event made room although it did not need them in the end.
+        forced
+            One value had to go, needed or not.
 
         Returns
         -------
@@ -201,7 +209,7 @@ class Model:
             assert pid in self.keys.values() or value.pins or value.move, f"nobody needs {pid}: {value}"
             assert value.memory or value.disk or value.lost, f"no copy left of {pid}: {value}"
         self._judge_grants(effects.granted, asked)
-        self._judge_need(evicted, chosen, written, more)
+        self._judge_need(evicted, chosen, written, more, forced)
         self._compare()
         return evicted
 
@@ -244,9 +252,13 @@ class Model:
             need = self.promises[self._line()[0]].nbytes
             assert committed + need > self.limit, "waits, although there is room"
 
-    def _judge_need(self, evicted: list[int], chosen: int | None, written: int | None, more: int) -> None:
+    def _judge_need(self, evicted: list[int], chosen: int | None, written: int | None, more: int, forced: bool) -> None:
         """Without the last victim it would not have been enough."""
         excess = self.excess()
+        if forced:
+            if chosen is not None:
+                return  # that one had to go
+            evicted = evicted[:-1]
         if chosen is not None:
             assert excess is not None, f"spills {chosen} without a limit"
             excess += self.values[chosen].nbytes

@@ -138,11 +138,13 @@ class Oracle(Model):
 
     # -- spilling ------------------------------------------------------------------------------------
 
-    def next_spill(self) -> int | None:
+    def next_spill(self, *, force: bool = False) -> int | None:
         """See :meth:`SpillState.next_spill`."""
-        pid = self.state.next_spill()
+        candidates = self.where(lambda value: value.candidate)
+        pid = self.state.next_spill(force=force)
         if pid is None:
-            self._judge()
+            evicted = self._judge(forced=force)
+            assert evicted or not (force and candidates), f"nothing had to go, but {candidates} could have"
             excess = self.excess()
             if excess is not None and excess > 0:
                 left = self.where(lambda value: value.candidate)
@@ -154,7 +156,7 @@ class Oracle(Model):
         assert pid not in self.held, f"{victim} is held, spilling it frees nothing"
         assert not victim.disk, f"{victim} has a record, writing it again is a waste"
         victim.move = "down"
-        self._judge(chosen=pid)
+        self._judge(chosen=pid, forced=force)
         use = self.next_use(pid)
         if use is not None:
             for other in self.where(lambda value: value.candidate):
@@ -177,14 +179,14 @@ class Oracle(Model):
             assert self.disk_used - redundant + nbytes > self.disk_limit, "refused, although there is room on disk"
         return allowed
 
-    def complete_spill(self, pid: int, nbytes: int) -> None:
+    def complete_spill(self, pid: int, nbytes: int, *, force: bool = False) -> None:
         """See :meth:`SpillState.complete_spill`."""
-        self.state.complete_spill(pid, nbytes)
+        self.state.complete_spill(pid, nbytes, force=force)
         value = self.values[pid]
         value.move, value.disk, value.record = "", True, nbytes
         self.counts["spills"] += 1
         self.counts["spilled_nbytes"] += value.nbytes
-        self._judge(written=pid)
+        self._judge(written=pid, forced=force)
 
     def fail_spill(self, pid: int, *, forever: bool) -> None:
         """See :meth:`SpillState.fail_spill`."""
