@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -1404,3 +1405,114 @@ def test_a_serialiser_may_add_empty_frames():
     kit.spill("a")
     assert kit.manager.get("a") == [1, 2]
     kit.close()
+
+
+# -- numbers -----------------------------------------------------------------------------------------------
+
+
+def test_hits_misses_and_work_on_the_loop(kit):
+    manager = kit.manager
+    manager.loop_thread = threading.get_ident()
+    manager.store("a", Thing())
+    manager.get("a"), manager.peek("a"), manager.get_many(["a"])
+    stats = manager.statistics()
+    assert (stats.hits, stats.misses, stats.loop_io) == (3, 0, 0)
+    kit.spill("a")
+    assert manager.peek("a") is None
+    future = manager.get_many(["a"])
+    kit.idle()
+    assert future.done()
+    stats = manager.statistics()
+    assert (stats.hits, stats.misses, stats.loop_io) == (3, 1, 0), "a restore thread has read it"
+
+
+def test_reading_from_disk_on_the_loop_is_counted(kit):
+    kit.manager.store("a", Thing())
+    kit.spill("a")
+    kit.manager.get("a")
+    assert kit.manager.statistics().loop_io == 0
+    kit.spill("a")
+    kit.manager.loop_thread = threading.get_ident()
+    kit.manager.get("a")
+    kit.manager.get("a")
+    assert kit.manager.statistics().loop_io == 1
+
+
+def test_reading_touches_looking_does_not():
+    for use in ("get", "peek", "get_many", "materialize", "look", "nbytes"):
+        kit = Bench()
+        manager = kit.manager
+        for key in "ab":
+            manager.store(key, Thing(key))
+        if use == "get_many":
+            manager.get_many(["a"])
+        elif use == "materialize":
+            manager.materialize(admission := manager.admit(None, ["a"]))
+            admission.release()
+        else:
+            getattr(manager, use)("a")
+        manager.set_limit(100, None)
+        kit.engine.spill_all()
+        assert manager.keys_in(Tier.DISK) == (["a"] if use in ("look", "nbytes") else ["b"]), use
+        kit.close()
+
+
+def test_times_are_those_of_the_clock(kit):
+    def hook(operation, when):
+        if when == "before":
+            kit.clock.advance(2 if operation == "write" else 3)
+
+    kit.manager.store("a", Thing())
+    kit.store.hook = hook
+    kit.spill("a")
+    kit.manager.get("a")
+    stats = kit.manager.statistics()
+    assert (stats.write_seconds, stats.read_seconds) == (2, 3)
+    assert stats.written_nbytes == stats.read_nbytes == stats.disk_nbytes > 0
+
+
+def test_the_time_that_somebody_waited():
+    kit = Bench(100)
+    kit.manager.store("a", Thing())
+    kit.store.hook = lambda operation, when: kit.clock.advance(5)
+    admission = kit.manager.admit("out", (), 50)
+    kit.clock.advance(1)
+    kit.engine.spill_all()
+    assert admission.granted
+    assert kit.manager.statistics().wait_seconds == 11
+    admission.release()
+    kit.close()
+
+
+# -- room at once ------------------------------------------------------------------------------------------
+
+
+def test_making_room_evicts_what_is_asked_for_whatever_the_limit(kit):
+    manager = kit.manager
+    for key in range(5):
+        manager.store(key, Thing(key))
+    assert manager.make_room(150) == 200
+    assert manager.keys_in(Tier.DISK) == [0, 1]
+    manager.get(0), manager.get(1)
+    writes = kit.store.statistics().writes
+    assert manager.make_room(1) == 100
+    manager.validate()
+    assert kit.store.statistics().writes == writes + 1
+    held = [manager.get(key) for key in range(5)]
+    assert manager.make_room(100) == 0, "everything is in use"
+    held.clear()
+    with manager.pin(range(5)):
+        assert manager.make_room(100) == 0
+    assert manager.make_room(10_000) == 500
+    assert manager.memory_total() == 0
+
+
+def test_making_room_when_nothing_can_be_written(kit):
+    def hook(operation, when):
+        raise StorageFull(28, "full")
+
+    kit.manager.store("a", Thing())
+    kit.store.hook = hook
+    assert kit.manager.make_room(100) == 0
+    kit.manager.validate()
+    assert kit.state("a") is State.RESIDENT
