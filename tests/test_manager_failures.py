@@ -1,0 +1,240 @@
+"""What cannot be written, now or ever, what cannot be read, and what is lost."""
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from gpuspill.core.residency import State, Tier
+from gpuspill.errors import DataLostError, StorageError, StorageFull
+from gpuspill.testing.managers import Bench
+from tests.things import Thing, Unloadable, Unpicklable, squeeze
+
+
+@pytest.fixture
+def kit() -> Iterator[Bench]:
+    kit = Bench()
+    yield kit
+    kit.close()
+
+
+def test_what_cannot_be_pickled_stays_and_stops_nobody(kit, caplog):
+    manager = kit.manager
+    for key in range(5):
+        manager.store(("bad", key), Unpicklable(key))
+        manager.store(("good", key), Thing(key))
+    assert squeeze(kit) == float("inf"), "trying again does not help"
+    assert sorted(manager.keys_in(Tier.HOST)) == [("bad", key) for key in range(5)]
+    assert manager.statistics().unspillable == 5
+    assert len(caplog.records) == 1, "one warning for the type"
+    assert "Unpicklable" in caplog.text
+    assert "not for pickling" in caplog.text
+    for key in range(5):
+        manager.discard(("bad", key))
+    assert manager.statistics().unspillable == 0
+
+
+def test_what_cannot_be_rebuilt_says_so_each_time_and_is_not_lost(kit):
+    kit.manager.store("a", Unloadable())
+    kit.spill("a")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be rebuilt"):
+            kit.manager.get("a")
+        assert kit.state("a") is State.SPILLED
+    assert kit.records() == 1
+    assert kit.manager.memory_total() == 0
+
+
+@pytest.mark.parametrize(
+    "error", [StorageFull(28, "full"), StorageError(5, "broken"), OSError(4, "signal"), MemoryError()]
+)
+def test_a_disk_that_fails_is_tried_again_later(kit, error):
+    def hook(operation, when):
+        raise error
+
+    writes = kit.store.store.statistics
+    kit.manager.store("a", Thing("a"))
+    kit.store.hook = hook
+    pause = squeeze(kit)
+    assert 0 < pause <= 0.2
+    assert kit.manager.get("a") == Thing("a")
+    kit.store.hook = lambda operation, when: None
+    kit.engine.spill_all()
+    assert writes().writes == 0, "not before its time"
+    kit.clock.advance(pause)
+    kit.engine.spill_all()
+    assert kit.state("a") is State.SPILLED
+
+
+def test_a_disk_that_stays_full_is_not_asked_all_the_time(kit):
+    asked = []
+
+    def hook(operation, when):
+        asked.append(operation)
+        raise StorageFull(28, "no space")
+
+    kit.store.hook = hook
+    for key in range(10):
+        kit.manager.store(key, Thing(key))
+    pause = squeeze(kit)
+    assert len(asked) == 10
+    for _ in range(100):
+        pause = kit.engine.spill_all()
+    assert len(asked) == 10, "the clock stands still"
+    seconds = 0.0
+    while seconds < 10:
+        kit.clock.advance(pause)
+        seconds += pause
+        pause = kit.engine.spill_all()
+    assert len(asked) < 10 * 10 / 0.2 * 1.5, "ever less often, up to a limit"
+    assert all(kit.manager.is_resident(key) for key in range(10))
+
+
+def test_the_quota(kit, caplog):
+    manager = kit.manager
+    record = len(pickle.dumps(Thing("x"), protocol=5))
+    for key in range(6):
+        manager.store(key, Thing("x"))
+    manager.set_limit(0, 3 * record)
+    kit.engine.spill_all()
+    stats = manager.statistics()
+    assert (stats.disk_keys, stats.set_aside) == (3, 3)
+    assert stats.disk_nbytes <= 3 * record
+    assert len(caplog.records) == 1
+    assert "max-spill" in caplog.text
+    spilled = manager.keys_in(Tier.DISK)
+    manager.discard(spilled[0])
+    kit.engine.spill_all()
+    assert manager.statistics().disk_keys == 3
+    manager.set_limit(0, None)
+    kit.engine.spill_all()
+    assert manager.statistics().disk_keys == 5
+
+
+def test_a_lower_quota_costs_clean_copies_only(kit):
+    manager = kit.manager
+    for key in range(4):
+        manager.store(key, Thing(key))
+    kit.spill()
+    for key in (0, 1):
+        manager.get(key)
+    manager.set_limit(None, 1)
+    manager.validate()
+    assert kit.records() == 2
+    assert [kit.state(key) for key in range(4)] == [State.RESIDENT] * 2 + [State.SPILLED] * 2
+    for key in range(4):
+        assert manager.get(key) == Thing(key)
+
+
+def test_a_serialiser_that_is_interrupted_leaves_the_value_where_it_was(kit):
+    class Interrupted(Thing):
+        def __reduce__(self):
+            raise KeyboardInterrupt
+
+    kit.manager.store("a", Interrupted())
+    kit.manager.set_limit(0, None)
+    with pytest.raises(KeyboardInterrupt):
+        kit.engine.spill()
+    kit.manager.validate()
+    assert kit.state("a") is State.RESIDENT
+    kit.manager.set_limit(None, None)
+
+
+def test_evicting_an_unchanged_value_again_writes_nothing(kit):
+    kit.manager.store("a", Thing())
+    for _ in range(3):
+        kit.spill("a")
+        kit.manager.get("a")
+    assert kit.store.statistics().writes == 1
+    assert kit.manager.statistics().clean_drops == 2
+
+
+def test_without_clean_copies_what_is_in_memory_is_what_is_written():
+    kit = Bench(keep_clean=False)
+    kit.manager.store("a", Thing(0))
+    for n in range(1, 4):
+        kit.spill("a")
+        value = kit.manager.get("a")
+        assert kit.records() == 0
+        assert value.content == n - 1
+        value.content = n
+        del value
+    assert kit.store.statistics().writes == 3
+    kit.close()
+
+
+def test_without_clean_copies_a_spill_that_is_no_longer_needed_leaves_nothing():
+    kit = Bench(keep_clean=False)
+    kit.manager.store("a", Thing(0))
+
+    def hook(operation, when):
+        if operation == "write":
+            kit.manager.set_limit(None, None)
+
+    kit.store.hook = hook
+    squeeze(kit)
+    assert kit.state("a") is State.RESIDENT
+    assert kit.records() == 0
+    kit.manager.get("a").content = 1
+    kit.store.hook = lambda operation, when: None
+    kit.spill("a")
+    assert kit.manager.get("a").content == 1
+    kit.close()
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_a_lost_value_is_lost_for_every_key_and_for_good(kit, how, caplog):
+    manager, value = kit.manager, Thing()
+    manager.store("a", value)
+    manager.store("b", value)
+    manager.store("other", Thing("other"))
+    del value
+    kit.spill()
+    receipt = manager._metadata.slots[manager.proxy("a").pid].receipt
+    if how == "gone":
+        kit.store.delete(receipt)
+    else:
+        kit.store.damaged.add(receipt)
+    for key in "abab":
+        with pytest.raises(DataLostError) as caught:
+            manager.get(key)
+        assert caught.value.key == key
+        assert repr(key) in str(caught.value)
+        assert kit.state(key) is State.LOST
+    future = manager.get_many(["other", "b"])
+    kit.idle()
+    with pytest.raises(DataLostError) as caught:
+        future.result(0)
+    assert caught.value.key == "b"
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+    assert manager.get("other") == Thing("other")
+    manager.validate()
+    stats = manager.statistics()
+    assert stats.lost == 1
+    assert stats.host_nbytes == 100, "what is lost takes no memory"
+    assert stats.disk_keys == 0
+    manager.discard("a")
+    with pytest.raises(DataLostError, match="'b'"):
+        manager.get("b")
+    manager.store("b", Thing("again"))
+    assert manager.get("b") == Thing("again")
+
+
+def test_a_read_that_fails_is_tried_once_more_then_reported_and_nothing_is_lost(kit):
+    failures = iter(["once", None, "first", "second"])
+
+    def hook(operation, when):
+        if when == "before" and (error := next(failures, None)):
+            raise StorageError(5, error)
+
+    kit.manager.store("a", Thing("a"))
+    kit.spill("a")
+    kit.store.hook = hook
+    assert kit.manager.get("a") == Thing("a")
+    kit.store.hook = lambda operation, when: None
+    kit.spill("a")
+    kit.store.hook = hook
+    with pytest.raises(StorageError, match="second"):
+        kit.manager.get("a")
+    assert kit.state("a") is State.SPILLED
+    assert kit.manager.get("a") == Thing("a")
