@@ -169,6 +169,19 @@ def test_the_memory_of_an_evicted_value_may_be_used_for_another(kit):
         kit.manager.discard("b")
 
 
+def test_what_is_remembered_of_an_evicted_value_goes_with_it(kit):
+    value = Knot()
+    kit.manager.store("a", value)
+    outlast_patience(kit)
+    assert not kit.manager.is_resident("a")
+    kit.manager.discard("a")
+    kit.manager.set_limit(None, None)
+    kit.manager.store("b", value)
+    assert kit.manager.get("b") is value
+    assert kit.records() == 0
+    assert not kit.manager._metadata.slots._ghosts
+
+
 def test_what_cannot_be_weakly_referenced_is_never_evicted_while_it_is_held(kit):
     knot: list[Any] = [1]
     knot.append(knot)
