@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gpuspill.core.residency import State, Tier
+from gpuspill.distributed.serialization import DaskSerializer
 from gpuspill.testing.managers import Bench
 from tests.things import SHARED, VALUES, Thing, assert_same, fresh, squeeze
 
@@ -50,6 +51,23 @@ def test_a_view_holds_what_it_views(kit):
     kit.clock.advance(1)
     kit.engine.spill_all()
     assert not kit.manager.is_resident("a")
+
+
+def test_a_view_of_a_restored_array_holds_it():
+    """As workers restore them. What pickle rebuilds is a view itself, of which numpy's views do not know."""
+    kit = Bench(serializer=DaskSerializer())
+    kit.manager.store("a", np.arange(100.0).reshape(10, 10))
+    kit.spill("a")
+    for make_view in (lambda x: x[1:3], lambda x: x.T, lambda x: x.reshape(-1), lambda x: x[2:][::2]):
+        kit.manager.set_limit(None, None)
+        view = make_view(kit.manager.get("a"))
+        squeeze(kit)
+        assert kit.manager.is_resident("a")
+        del view
+        kit.clock.advance(1)
+        kit.engine.spill_all()
+        assert not kit.manager.is_resident("a")
+    kit.close()
 
 
 def test_a_container_outside_holds_what_is_in_it(kit):
