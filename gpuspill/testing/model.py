@@ -258,7 +258,7 @@ class Model:
         if forced:
             if chosen is not None:
                 return  # that one had to go
-            evicted = evicted[:-1]
+            evicted = evicted[:-1] if written is None else [pid for pid in evicted if pid != written]
         if chosen is not None:
             assert excess is not None, f"spills {chosen} without a limit"
             excess += self.values[chosen].nbytes
