@@ -138,6 +138,7 @@ class ProxifyManager:
                 state.settle(admission.reservation, admission.outputs.pop(key))
             pid = slots.find(value)
             if pid is not None:
+                slots[pid].refusals = 0  # the caller has it in hand: patience with it begins anew
                 state.alias(key, pid)
                 if state.ledger.entries[pid].residency.state is State.SPILLED:
                     # It was evicted while somebody held it: here it is again, and nothing has to be read.

@@ -169,6 +169,21 @@ def test_storing_an_evicted_value_that_is_alive_finds_it(kit, key):
     kit.manager.validate()
 
 
+def test_a_value_that_is_stored_again_is_in_memory_then(kit):
+    """Also where there is no room, and the patience with whoever holds it was at its end."""
+    value = Thing()
+    kit.manager.store("a", value)
+    outlast_patience(kit)
+    assert not kit.manager.is_resident("a")
+    assert kit.manager.get("a") is value
+    for key in "bcd":
+        kit.manager.store(key, value)
+        assert kit.manager.peek(key) is value
+        kit.clock.advance(1)
+        kit.engine.spill_all()
+    kit.manager.validate()
+
+
 def test_the_memory_of_an_evicted_value_may_be_used_for_another(kit):
     """What is remembered of the identity of a value that has died is not taken for another one."""
     for n in range(8):
