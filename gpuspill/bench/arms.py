@@ -171,6 +171,7 @@ def open_cluster(
         arguments["silence_logs"] = silence
     with (
         dask.config.set(dict(arm.config)),
+        _level_kept(),
         LocalCluster(**arguments) as cluster,
         Client(cluster) as client,
     ):
@@ -182,6 +183,17 @@ def open_cluster(
         if watch is not None:
             client.register_plugin(watch)
         yield client
+
+
+@contextmanager
+def _level_kept() -> Iterator[None]:
+    # Workers without a process of their own are silenced in the caller's, which goes on afterwards.
+    logger = logging.getLogger("gpuspill")
+    level = logger.level
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _silence(level: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import dask
@@ -87,6 +88,7 @@ def test_results_are_right_with_slow_files() -> None:
 
 @pytest.mark.cluster
 def test_tiny_in_both_modes() -> None:
+    level = logging.getLogger("gpuspill").level
     result = tiny_benchmark(Tiny(tasks=40, mode="both"), "stock,gpuspill", 1)
     assert result.correct, [sample.error for sample in result.samples]
     for sample in result.samples:
@@ -95,6 +97,7 @@ def test_tiny_in_both_modes() -> None:
             assert sample.figure(f"{mode}_task") > 0
             assert sample.figure(f"{mode}_task_cpu") > 0
     assert len(result.notes) == 4
+    assert logging.getLogger("gpuspill").level == level
 
 
 @pytest.mark.cluster
