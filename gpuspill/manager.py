@@ -308,11 +308,9 @@ class ProxifyManager:
                 result.set_result({key: self._restorer.hit(entry) for key, entry in found.items()})
                 return result
             admission = self._promise(found, {}, 0, Kind.TRANSFER)
-        result.add_done_callback(lambda _: admission.release())
-        admission.add_done_callback(
-            partial(copy_context().run, self._restorer.gather, admission, result, self._settle_inputs)
-        )
-        return result
+        gathered = self.materialize_later(admission)
+        gathered.add_done_callback(lambda _: admission.release())
+        return gathered
 
     def export(self, admission: Admission) -> Future[dict[Hashable, Encoded | Any]]:
         """Return a future of what to send for the inputs of an admission, read on the restore threads.
