@@ -25,10 +25,10 @@ from distributed.spill import SpillBuffer
 
 from gpuspill.bench.arms import ARMS as ALL_ARMS
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
-from gpuspill.bench.environment import environment
+from gpuspill.bench.checked import run_checked
 from gpuspill.bench.probes import resident_bytes
 from gpuspill.bench.report import Result, Row
-from gpuspill.bench.runner import Metrics, Sample, interleave
+from gpuspill.bench.runner import Metrics
 from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
 from gpuspill.errors import ConfigError
 
@@ -273,15 +273,13 @@ def benchmark(
     ConfigError
         If an arm is unknown. A run that fails does not raise: it is part of the result.
     """
-    chosen = parse_arms(arms, ARMS)
-    facts = environment()
-    progress(f"transfer: {len(job.keys)} values of {format_bytes(job.chunk)}, computing reference")
-    expected = job.reference()
-
-    def tell(sample: Sample) -> None:
-        told = sample.error and f"failed, {sample.error}"
-        rate = "" if sample.error else f"{format_bytes(int(sample.figure('rate')))}/s"
-        progress(f"  run {sample.repeat + 1} {sample.arm}: {told or rate}")
-
-    samples = interleave(chosen, repeat, lambda arm, _: job.run(arm, expected), tell)
-    return Result("transfer", dict(job.parameters()) | {"repeat": repeat}, facts, ROWS, samples)
+    return run_checked(
+        "transfer",
+        job,
+        parse_arms(arms, ARMS),
+        repeat,
+        ROWS,
+        about=f"{len(job.keys)} values of {format_bytes(job.chunk)}",
+        outcome=lambda sample: f"{format_bytes(int(sample.figure('rate')))}/s",
+        progress=progress,
+    )

@@ -19,9 +19,9 @@ from dask.utils import format_bytes
 from distributed import wait
 
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
-from gpuspill.bench.environment import environment
+from gpuspill.bench.checked import run_checked, wall_and_stall
 from gpuspill.bench.report import Result, Row
-from gpuspill.bench.runner import Metrics, Sample, interleave
+from gpuspill.bench.runner import Metrics
 from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
 from gpuspill.errors import ConfigError
 
@@ -198,17 +198,13 @@ def benchmark(
     ConfigError
         If an arm is unknown. A run that fails does not raise: it is part of the result.
     """
-    chosen = parse_arms(arms)
-    facts = environment()
-    progress(f"transpose: {job.blocks**2} blocks, {format_bytes(job.nbytes)} in all, computing reference")
-    expected = job.reference()
-
-    def tell(sample: Sample) -> None:
-        if sample.error:
-            progress(f"  run {sample.repeat + 1} {sample.arm}: failed, {sample.error}")
-        else:
-            wall, stall = sample.figure("wall"), sample.figure("stall_longest")
-            progress(f"  run {sample.repeat + 1} {sample.arm}: {wall:.2f} s, longest stall {stall:.3f} s")
-
-    samples = interleave(chosen, repeat, lambda arm, _: job.run(arm, expected), tell)
-    return Result("transpose", dict(job.parameters()) | {"repeat": repeat}, facts, ROWS, samples)
+    return run_checked(
+        "transpose",
+        job,
+        parse_arms(arms),
+        repeat,
+        ROWS,
+        about=f"{job.blocks**2} blocks, {format_bytes(job.nbytes)} in all",
+        outcome=wall_and_stall,
+        progress=progress,
+    )
