@@ -24,6 +24,7 @@ from distributed import Client, wait
 
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
 from gpuspill.bench.checked import run_checked, wall_and_stall
+from gpuspill.bench.environment import back_memory
 from gpuspill.bench.report import Result, Row
 from gpuspill.bench.runner import Metrics
 from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
@@ -146,6 +147,7 @@ class PersistSum:
             open_cluster(arm, shape, watch=Watch(), delay=self.delay, silence=logging.CRITICAL) as client,
         ):
             client.submit(_warm_up, pure=False).result(timeout=self.timeout)
+            back_memory(self.chunks * self.chunk + 2 * self.limit)
             before = restart(client)
             phases, results = self._phases(client)
             after = figures(client)

@@ -26,6 +26,7 @@ from distributed.spill import SpillBuffer
 from gpuspill.bench.arms import ARMS as ALL_ARMS
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
 from gpuspill.bench.checked import run_checked
+from gpuspill.bench.environment import back_memory
 from gpuspill.bench.probes import resident_bytes
 from gpuspill.bench.report import Result, Row
 from gpuspill.bench.runner import Metrics
@@ -157,6 +158,7 @@ class Transfer:
             ]
             wait(values, timeout=self.timeout)
             before = _resident_of(client, sender)
+            back_memory(self.nbytes + 2 * self.limit)
             pids = restart(client)
             start = time.perf_counter()
             client.run_on_scheduler(_hand_over, peer, self.keys, self.timeout)

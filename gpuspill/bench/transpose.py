@@ -20,6 +20,7 @@ from distributed import wait
 
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
 from gpuspill.bench.checked import run_checked, wall_and_stall
+from gpuspill.bench.environment import back_memory
 from gpuspill.bench.report import Result, Row
 from gpuspill.bench.runner import Metrics
 from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
@@ -133,6 +134,7 @@ class Transpose:
         ):
             for address in client.scheduler_info(n_workers=-1)["workers"]:
                 client.submit(_warm_up, workers=[address], pure=False).result(timeout=self.timeout)
+            back_memory(2 * self.nbytes)
             before = restart(client)
             start = time.perf_counter()
             array = client.persist(self.array())
