@@ -118,6 +118,8 @@ class BufferPool:
         # Guards numbers that nothing is decided by. Reentrant: a finalizer may come in between.
         self._counting = threading.RLock()
         self._hits = self._misses = self._small = self._trimmed_nbytes = 0
+        # Two threads at once may lose the larger of two: it is an observation, and the next is near.
+        self._peak_idle_nbytes = 0
 
     def __repr__(self) -> str:
         return f"<BufferPool: {self.idle_nbytes:,} of {self._max_idle_nbytes:,} bytes idle>"
@@ -127,6 +129,12 @@ class BufferPool:
         """Bytes waiting to be used again."""
         # By keys, which are numbers: making pairs could run the garbage collector, and that this very code.
         return sum(size * len(self._idle[size]) for size in list(self._idle))
+
+    def peak_idle_nbytes(self) -> int:
+        """Return the most bytes that waited to be used again since the last call."""
+        idle = self.idle_nbytes
+        peak, self._peak_idle_nbytes = max(self._peak_idle_nbytes, idle), idle
+        return peak
 
     def allocate(self, nbytes: int) -> memoryview:
         """Return memory for `nbytes` bytes.
@@ -241,6 +249,7 @@ class BufferPool:
         idle.append((next(self._turns), lease.mapping))
         del lease.mapping
         self.trim(self._max_idle_nbytes)
+        self._peak_idle_nbytes = max(self._peak_idle_nbytes, self.idle_nbytes)
 
     def _longest_idle(self) -> int | None:
         """Return the size class whose oldest buffer is the oldest of all."""

@@ -19,6 +19,7 @@ import ctypes
 import gc
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
@@ -119,12 +120,19 @@ class MemoryFollower:
 
     Notes
     -----
-    :meth:`update` is to be called regularly on one thread; it takes microseconds. When much was evicted and the
-    process is still too large, memory that was freed may not have gone back to the system: allocators keep fragments.
-    Then the allocators are asked to return it, and if that was not enough, the garbage collector runs, both on
-    another thread and both rarely.
+    :meth:`update` is to be called regularly on one thread; it takes microseconds. Between two calls, buffers of the
+    pool go back and forth between values and idleness, and a new value may arrive before an old one's buffer is back:
+    what was idle at most in the last :attr:`REMEMBERED` calls is room that the process will need again.
+
+    When much was evicted and the process is still too large, memory that was freed may not have gone back to the
+    system: allocators keep fragments. Then the allocators are asked to return it, and if that was not enough, the
+    garbage collector runs, both on another thread and both rarely.
     """
 
+    #: Calls of :meth:`update` for which it counts how much was idle in the pool.
+    REMEMBERED = 20
+    #: Most room to leave for that, as a share of the worker's memory.
+    POOL_SHARE = 1 / 16
     #: Evicted bytes that the process must have failed to shrink by before allocators are asked; asking is not free.
     TRIM_AFTER_NBYTES = 32 * 2**20
     #: Seconds between two requests to the allocators.
@@ -156,6 +164,7 @@ class MemoryFollower:
         self._pool = pool
         self._clock = clock
         self.offset = 0
+        self._idle_peaks: deque[int] = deque(maxlen=self.REMEMBERED)
         self._trimmed_at = -float("inf")
         self._evicted_at_trim = 0
         self._collect_after = -float("inf")
@@ -169,12 +178,20 @@ class MemoryFollower:
                 self._set_offset(0)
             return
         process = self._process_memory()
-        offset = self.thresholds.offset(process, self._accounted())
+        offset = self.thresholds.offset(process + self._swing(), self._accounted())
         if offset != self.offset:
             self.offset = offset
             self._set_offset(offset)
         if offset > 0 and not self._busy:
             self._relieve(process)
+
+    def _swing(self) -> int:
+        """Bytes that the process may grow by until the next call without anything that the store accounts for."""
+        if self._pool is None:
+            return 0
+        self._idle_peaks.append(self._pool.peak_idle_nbytes())
+        swing = max(self._idle_peaks) - self._pool.idle_nbytes
+        return min(max(0, swing), int((self.thresholds.memory_limit or 0) * self.POOL_SHARE))
 
     def _relieve(self, process: int) -> None:
         memory_limit, spill = self.thresholds.memory_limit, self.thresholds.spill

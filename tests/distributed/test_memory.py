@@ -8,10 +8,12 @@ from distributed import Status, wait
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import gpuspill
+from gpuspill.buffers import BufferPool
 from gpuspill.distributed.memory import MemoryFollower, Thresholds, return_free_memory
 from tests.distributed.clusters import attached
 
 G = 10**9
+M = 2**20
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_no_offset_unless_the_process_counts(settings):
 class Rig:
     """A follower with everything around it made up."""
 
-    def __init__(self, **settings):
+    def __init__(self, pool=None, **settings):
         self.process = 0
         self.accounted = 0
         self.offset = 0
@@ -83,6 +85,7 @@ class Rig:
             set_offset=self.set_offset,
             evicted=lambda: self.evicted,
             in_background=self.work.append,
+            pool=pool,
             clock=lambda: self.now,
         )
 
@@ -108,6 +111,37 @@ def test_follower_tells_the_store_what_changed():
     rig.follower.thresholds = Thresholds(memory_limit=G, target=0.6, spill=False)
     rig.follower.update()
     assert rig.offset == 0
+
+
+def test_room_is_left_for_buffers_that_come_and_go():
+    pool = BufferPool(64 * M)
+    rig = Rig(pool)
+    rig.process, rig.accounted = int(0.5 * G), int(0.1 * G)
+    rig.follower.update()
+    without = rig.offset
+    pool.allocate(16 * M).release()
+    rig.follower.update()
+    assert rig.offset == without, "idle already, and part of the process"
+    buffer = pool.allocate(16 * M)
+    for _ in range(rig.follower.REMEMBERED):
+        rig.follower.update()
+        assert rig.offset == without + 16 * M, "in use, and soon idle again"
+    rig.follower.update()
+    assert rig.offset == without, "it has been in use for long"
+    del buffer
+
+
+def test_room_for_buffers_is_a_small_part_of_a_small_worker():
+    pool = BufferPool(64 * M)
+    rig = Rig(pool, memory_limit=64 * M)
+    rig.process, rig.accounted = 40 * M, 10 * M
+    rig.follower.update()
+    without = rig.offset
+    held = [pool.allocate(16 * M) for _ in range(3)]
+    held.clear()
+    held.extend(pool.allocate(16 * M) for _ in range(3))
+    rig.follower.update()
+    assert rig.offset == without + 4 * M
 
 
 def test_allocators_are_asked_when_spilling_does_not_help():

@@ -401,3 +401,14 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def test_the_most_that_was_idle_is_told_once():
+    pool = BufferPool(1 << 20)
+    held = [pool.allocate(100_000) for _ in range(3)]
+    assert pool.peak_idle_nbytes() == 0
+    held.clear()
+    idle = pool.idle_nbytes
+    held = [pool.allocate(100_000) for _ in range(2)]
+    assert pool.peak_idle_nbytes() == idle
+    assert pool.peak_idle_nbytes() == pool.idle_nbytes == idle // 3
