@@ -2,21 +2,24 @@
 
 Order of victims:
 
-1. values whose last known use is over, the one used up first before the others;
+1. values whose last known use is over: those that the tier below has a copy of before the others, and among
+   equals the one used up first;
 2. values without a known use, least recently used first;
 3. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
 
 The future is what the worker's own tasks tell: every task that waits for or is ready to run names
 its inputs and has a priority. Rule 1 before rule 2 is what keeps a cyclic scan, the worst case of
 plain recency, from thrashing: a block that was just consumed goes before the blocks that wait their
-turn.
+turn. Copies first within rule 1: nothing tells those values apart, and dropping what has a copy costs
+nothing, while the others have to be written; in a scan they then stay where they are, and are never
+written at all.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 
 __all__ = ["EvictionQueue", "NextUse", "Order"]
 
@@ -49,24 +52,26 @@ class EvictionQueue:
     """
 
     def __init__(self) -> None:
+        self._spent_clean: OrderedDict[int, None] = OrderedDict()
         self._spent: OrderedDict[int, None] = OrderedDict()
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._planned: dict[int, Order] = {}
         self._heap: list[_Furthest] = []
 
     def __len__(self) -> int:
-        return len(self._spent) + len(self._recent) + len(self._planned)
+        return len(self._spent_clean) + len(self._spent) + len(self._recent) + len(self._planned)
 
     def __contains__(self, pid: int) -> bool:
-        return pid in self._recent or pid in self._planned or pid in self._spent
+        return pid in self._recent or pid in self._planned or pid in self._spent or pid in self._spent_clean
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the proxies, in no particular order."""
+        yield from self._spent_clean
         yield from self._spent
         yield from self._recent
         yield from self._planned
 
-    def add(self, pid: int, order: Order | None = None, *, spent: bool = False) -> None:
+    def add(self, pid: int, order: Order | None = None, *, spent: bool = False, clean: bool = False) -> None:
         """Add a proxy, or move it to where it belongs now.
 
         Parameters
@@ -77,6 +82,8 @@ class EvictionQueue:
             Its next known use, if any.
         spent
             It has no next use but had one: it goes before those of which nothing is known.
+        clean
+            The tier below has a copy. Say so with :meth:`dirty` when that is given up.
         """
         self.discard(pid)
         if order is not None:
@@ -86,7 +93,7 @@ class EvictionQueue:
                 self._heap = [_Furthest(o, p) for p, o in self._planned.items()]
                 heapq.heapify(self._heap)
         elif spent:
-            self._spent[pid] = None
+            (self._spent_clean if clean else self._spent)[pid] = None
         else:
             self._recent[pid] = None
 
@@ -94,26 +101,33 @@ class EvictionQueue:
         """Take a proxy out, if it is in."""
         if pid in self._recent:
             del self._recent[pid]
+        elif pid in self._spent_clean:
+            del self._spent_clean[pid]
         elif pid in self._spent:
             del self._spent[pid]
         else:
             self._planned.pop(pid, None)
 
+    def dirty(self, pid: int) -> None:
+        """Note that the tier below has no copy of `pid` any more, if it is in."""
+        if pid in self._spent_clean:
+            del self._spent_clean[pid]
+            self._spent[pid] = None
+
     def touch(self, pid: int) -> None:
         """Note a use of `pid`. A known next use stays what it is."""
         if pid in self._recent:
             self._recent.move_to_end(pid)
-        elif pid in self._spent:
+        elif pid in self._spent_clean or pid in self._spent:
             # Somebody wanted it although no known task did: its future is unknown again.
-            del self._spent[pid]
+            self.discard(pid)
             self._recent[pid] = None
 
     def peek(self) -> int | None:
         """Return the next victim without taking it out."""
-        if self._spent:
-            return next(iter(self._spent))
-        if self._recent:
-            return next(iter(self._recent))
+        for listed in (self._spent_clean, self._spent, self._recent):
+            if listed:
+                return next(iter(listed))
         while self._heap:
             item = self._heap[0]
             if self._planned.get(item.pid) == item.order:
@@ -125,13 +139,15 @@ class EvictionQueue:
         """Return the next known use of a proxy in the queue."""
         return self._planned.get(pid)
 
-    def validate(self) -> None:
-        """Raise AssertionError if the indices contradict each other."""
-        assert not self._spent.keys() & self._recent.keys()
-        assert not self._spent.keys() & self._planned.keys()
-        assert not self._recent.keys() & self._planned.keys()
+    def validate(self, clean: Collection[int] | None = None) -> None:
+        """Raise AssertionError if the indices contradict each other, or what is known of copies below."""
+        listed = (self._spent_clean, self._spent, self._recent, self._planned)
+        assert len(set().union(*listed)) == len(self)
         in_heap = {(item.pid, item.order) for item in self._heap}
         assert set(self._planned.items()) <= in_heap
+        if clean is not None:
+            assert all(pid in clean for pid in self._spent_clean)
+            assert not any(pid in clean for pid in self._spent)
 
 
 class NextUse:

@@ -561,7 +561,7 @@ class SpillState:
         """Raise AssertionError if any two indices contradict each other. O(n)."""
         self.memory.validate()
         self.disk.validate()
-        self.queue.validate()
+        self.queue.validate(self._clean)
         self.ledger.validate(self.memory.used, self.disk.used)
         leaving = spilling = pinned = unspillable = spilled = spilled_nbytes = 0
         for pid, entry in self.ledger.entries.items():
@@ -627,7 +627,7 @@ class SpillState:
         order = self._next_use(entry)
         if order is not None:
             entry.had_use = True
-        self.queue.add(pid, order, spent=entry.had_use)
+        self.queue.add(pid, order, spent=entry.had_use, clean=pid in self._clean)
 
     def _unlist(self, pid: int) -> None:
         self.queue.discard(pid)
@@ -713,6 +713,7 @@ class SpillState:
         self.disk.used -= entry.disk_nbytes
         entry.disk_nbytes = 0
         self._effects.deleted.append(entry.pid)
+        self.queue.dirty(entry.pid)
         if not self._eligible(entry):
             self._unlist(entry.pid)
 

@@ -24,12 +24,19 @@ class SortedList:
         self.entries: dict[int, tuple[str, Order]] = {}
         self.now = 0.0
 
-    def add(self, pid: int, order: Order | None, spent: bool) -> None:
+    def add(self, pid: int, order: Order | None, spent: bool, clean: bool) -> None:
         self.now += 1
         if order is not None:
             self.entries[pid] = "planned", order
+        elif spent:
+            self.entries[pid] = "spent clean" if clean else "spent", (self.now,)
         else:
-            self.entries[pid] = "spent" if spent else "recent", (self.now,)
+            self.entries[pid] = "recent", (self.now,)
+
+    def dirty(self, pid: int) -> None:
+        self.now += 1
+        if pid in self.entries and self.entries[pid][0] == "spent clean":
+            self.entries[pid] = "spent", (self.now,)
 
     def touch(self, pid: int) -> None:
         self.now += 1
@@ -38,7 +45,7 @@ class SortedList:
 
     def first(self) -> set[int]:
         """Return all who may be next: those with the same furthest use are equal."""
-        for kind, choose in ("spent", min), ("recent", min), ("planned", max):
+        for kind, choose in ("spent clean", min), ("spent", min), ("recent", min), ("planned", max):
             order = {pid: order for pid, (of, order) in self.entries.items() if of == kind}
             if order:
                 best = choose(order.values())
@@ -48,8 +55,8 @@ class SortedList:
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, st.booleans()),
-        st.tuples(st.sampled_from(["discard", "touch"]), st.integers(0, 8)),
+        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, st.booleans(), st.booleans()),
+        st.tuples(st.sampled_from(["discard", "touch", "dirty"]), st.integers(0, 8)),
         st.just(("pop",)),
     ),
     max_size=150,
@@ -62,15 +69,18 @@ def test_eviction_order_against_a_sorted_list(operations):
     queue, model = EvictionQueue(), SortedList()
     for operation, *arguments in operations:
         if operation == "add":
-            pid, order, spent = arguments
-            queue.add(pid, order, spent=spent)
-            model.add(pid, order, spent)
+            pid, order, spent, clean = arguments
+            queue.add(pid, order, spent=spent, clean=clean)
+            model.add(pid, order, spent, clean)
         elif operation == "discard":
             queue.discard(*arguments)
             model.entries.pop(arguments[0], None)
         elif operation == "touch":
             queue.touch(*arguments)
             model.touch(*arguments)
+        elif operation == "dirty":
+            queue.dirty(*arguments)
+            model.dirty(*arguments)
         elif (pid := queue.peek()) is not None:
             queue.discard(pid)
             assert pid in model.first()
@@ -109,6 +119,22 @@ def test_next_use_against_a_dictionary(uses):
         for name in "abc":
             assert queue.next(name) == min(model[name].values(), default=None)
         assert len(queue) == sum(bool(users) for users in model.values())
+
+
+def test_values_with_a_copy_below_go_first_once_they_are_used_up():
+    state = SpillState(limit=30)
+    for key in "abc":
+        state.insert(key, 10)
+    pid = state.next_spill(force=True)
+    state.complete_spill(pid, 10)  # "a": the room is not needed any more, the record stays
+    for key in "bac":
+        state.expect_use(key, "task", (1.0,))
+        state.drop_use(key, "task")
+    state.insert("d", 10)
+    assert [key for key in "abcd" if not state.find(key).residency.resident] == ["a"]
+    state.expect_use("d", "another", (1.0,))
+    assert state.next_spill(force=True) == state.find("b").pid, "used up before c, and before d is used"
+    state.validate()
 
 
 def test_users_that_cannot_be_compared():
