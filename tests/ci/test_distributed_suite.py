@@ -60,6 +60,7 @@ def test_only_what_stock_passes_and_no_page_explains_counts(
     assert "| 3 / 1 / 0 (1 again) | 1 / 3 / 0 |" in printed
     assert f"{FILE}::test_a: passed -> failed explained" in printed
     assert f"{FILE}::test_b: passed -> failed NOT EXPLAINED" in printed
+    assert compare([stock, other], explained="`tests/test_x.py::test_a` and `tests/test_x.py::TestX::test_b`") == 2
     assert "test_c" not in printed
 
 
