@@ -79,6 +79,11 @@ def spilling_class(base: Any) -> Any:
         _gpuspill_hooked = True
         _gpuspill: Attachment | None = None
 
+        def __reduce__(self) -> Any:
+            # No worker can be. But pickle looks for its class first, which is not found by its name, and raises what
+            # those do not expect who try, as ``dask cuda config`` does.
+            raise TypeError("a worker cannot be pickled")
+
         @property
         def data(self) -> Any:
             store = self.memory_manager.data

@@ -137,6 +137,16 @@ async def test_preload(c, s, a):
 @gen_cluster(
     client=True,
     nthreads=[("", 1)],
+    worker_kwargs={"preload": ["gpuspill"], "preload_argv": ["--create-cuda-context"]},
+)
+async def test_preload_beside_another_that_takes_arguments(c, s, a):
+    """All preloads are given the same arguments, those of dask-cuda's among them."""
+    await works(c)
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("", 1)],
     worker_kwargs={"preload": ["gpuspill"], "data": gpuspill.data(host_limit=77)},
     Worker=Worker,
 )
@@ -178,6 +188,25 @@ async def test_command_line(tmp_path):
                 process.terminate()
                 await process.wait()
             await async_poll_for(lambda: not s.workers, timeout=10)
+
+
+def what_plugins_have(worker):
+    """Ask as dask-cuda does for its summary of a cluster, which expects a TypeError of what cannot be pickled."""
+    unknown = set()
+    for name, plugin in worker.plugins.items():
+        found = {part: getattr(plugin, part) for part in dir(plugin) if not part.startswith("_") and part != "setup"}
+        try:
+            pickle.dumps(found)
+        except TypeError:
+            unknown.add(name)
+    return unknown
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_what_plugins_have_can_be_asked_for(c, s, a):
+    before = what_plugins_have(a)
+    attach(a)
+    assert what_plugins_have(a) == {*before, "gpuspill-hints"}
 
 
 @gen_cluster(nthreads=[])

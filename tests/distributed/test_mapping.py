@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from zict.tests.utils_test import check_mapping
 
-from gpuspill import DataLostError
+from gpuspill import DataLostError, simulated
 from gpuspill.config import Settings
 from gpuspill.distributed.factory import build_store
 from gpuspill.storage.wrappers import WrapperStore
@@ -159,6 +159,49 @@ def test_size_hint_replaces_sizeof(store):
     assert store.memory_total() == 123
     store["y"] = np.ones(10)  # not known: sizeof
     assert store.memory_total() >= 123 + 80
+
+
+class Wary:
+    """Notes what it is asked for."""
+
+    def __init__(self, asked):
+        object.__setattr__(self, "asked", asked)
+
+    def __getattribute__(self, name):
+        object.__getattribute__(self, "asked").append(name)
+        return object.__getattribute__(self, name)
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"nobody should ask for {name}")
+
+    def __len__(self):
+        raise RuntimeError("nobody should ask how long it is")
+
+    def __bool__(self):
+        raise RuntimeError("nobody should ask whether it is true")
+
+    def __eq__(self, other):
+        raise RuntimeError("nobody should compare it")
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("device", [None, "simulated"])
+def test_storing_asks_a_value_for_nothing_but_its_size_and_class(tmp_path, device):
+    with simulated.use(simulated.SimulatedDevice(1000)):
+        store = build_store(Settings(device=device), str(tmp_path))
+    try:
+        assert (store.tier is None) is (device is None)
+        asked = []
+        value = Wary(asked)
+        store["x"] = value
+        store["y"] = [value]
+        assert store["x"] is value
+        assert store["y"][0] is value
+        del store["x"], store["y"]
+        assert set(asked) <= {"__class__", "__sizeof__"}
+    finally:
+        store.close()
 
 
 def test_hash_and_pickle(store):

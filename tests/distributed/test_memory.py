@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dask
 import numpy as np
 import pytest
-from distributed import Status, wait
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed import Client, KilledWorker, Nanny, Scheduler, Status, wait
+from distributed.utils_test import async_poll_for, gen_cluster, gen_test
 
 import gpuspill
 from gpuspill.buffers import BufferPool
+from gpuspill.config import Settings
+from gpuspill.distributed.factory import build_store
 from gpuspill.distributed.memory import MemoryFollower, Thresholds, return_free_memory
 from tests.distributed.clusters import attached
 
@@ -308,6 +311,38 @@ async def test_pause_is_left_to_distributed(c, s, a):
     await async_poll_for(lambda: a.status == Status.paused, timeout=10)
     a.monitor.get_process_memory = lambda: 1 * 10**8
     await async_poll_for(lambda: a.status == Status.running, timeout=10)
+
+
+@pytest.mark.leaking("processes", reason="multiprocessing's helpers of the nanny's child")
+@gen_test(timeout=90)
+async def test_terminate_is_left_to_distributed():
+    def hog():
+        blocks = []
+        while True:
+            blocks.append(bytearray(b"x" * 10**7))
+
+    memory = {"target": False, "spill": False, "pause": False, "terminate": 0.9, "monitor-interval": "10ms"}
+    with dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}):
+        async with (
+            Scheduler(dashboard_address=":0", allowed_failures=0) as s,
+            Nanny(s.address, nthreads=1, memory_limit="600 MiB", data=gpuspill.data()),
+            Client(s.address, asynchronous=True) as c,
+        ):
+            with pytest.raises(KilledWorker):
+                await c.submit(hog)
+
+
+@pytest.mark.parametrize(("compression", "smaller"), [(None, False), ("zlib", True)])
+def test_spill_compression(tmp_path, compression, smaller):
+    with dask.config.set({"distributed.worker.memory.spill-compression": compression}):
+        store = build_store(Settings(), str(tmp_path))
+    try:
+        store["x"] = np.zeros(100_000)
+        store.manager.evict_all()
+        assert store.spilled_total.memory >= 800_000
+        assert (store.spilled_total.disk < 100_000) is smaller
+    finally:
+        store.close()
 
 
 @memory_cluster(target=0.6, spill=0.7)
