@@ -161,6 +161,20 @@ def test_size_hint_replaces_sizeof(store):
     assert store.memory_total() >= 123 + 80
 
 
+def test_where_records_go(tmp_path):
+    mine, given = tmp_path / "mine", tmp_path / "given"
+    for settings, parent in ((Settings(), mine), (Settings(spill_directory=str(given)), given)):
+        store = build_store(settings, str(mine))
+        try:
+            store["x"] = np.ones(1000)
+            spill(store, "x")
+            (directory,) = parent.iterdir()
+            assert sum(path.stat().st_size for path in directory.iterdir()) >= 8000
+        finally:
+            store.close()
+        assert not list(parent.iterdir())
+
+
 class Wary:
     """Notes what it is asked for."""
 
