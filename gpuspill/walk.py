@@ -45,7 +45,9 @@ def replace(value: Any, replacement: Callable[[Any], Any]) -> Any:
 
 
 def _is_container(item: Any) -> bool:
-    return isinstance(item, list | tuple | dict) or dataclasses.is_dataclass(type(item))
+    # By the type and not by what the object says of itself: stand-ins for containers, such as mocks, are none.
+    cls = type(item)
+    return issubclass(cls, list | tuple | dict) or dataclasses.is_dataclass(cls)
 
 
 def _parts(container: Any) -> Iterator[tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -53,6 +54,14 @@ def swap(item):
 )
 def test_without_anything_to_replace_it_is_the_value_itself(value):
     assert replace(value, swap) is value
+
+
+@pytest.mark.parametrize("kind", [dict, list, tuple, Pair, Frozen])
+def test_what_only_claims_to_be_a_container_is_left_alone(kind):
+    claims = Mock(spec=kind)
+    assert isinstance(claims, kind)
+    assert replace(claims, swap) is claims
+    assert replace([claims, Thing()], swap)[0] is claims
 
 
 def test_a_thing_alone():

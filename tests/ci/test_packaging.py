@@ -2,10 +2,14 @@
 
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from gpuspill.config import Settings
+from gpuspill.snapshot import Statistics
 
 ROOT = Path(__file__).parents[2]
 CONDA_NAMES = {"dask": "dask-core", "xxhash": "python-xxhash", "msgpack": "msgpack-python"}
@@ -64,6 +68,20 @@ def test_every_make_target_that_a_page_names_exists() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         named = set(re.findall(r"`make ([\w-]+)|^\$ make ([\w-]+)", (ROOT / page).read_text(), flags=re.MULTILINE))
         assert {a or b for a, b in named} <= targets, page
+
+
+def test_every_option_that_a_page_names_exists() -> None:
+    options = {field.name.replace("_", "-") for field in fields(Settings)}
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        named = set(re.findall(r"`gpuspill\.([a-z]+(?:-[a-z]+)+)", page.read_text()))
+        assert named <= options, page
+
+
+def test_every_number_that_the_page_on_migrating_names_exists() -> None:
+    text = (ROOT / "docs" / "migrating.md").read_text().partition("| looking for | column |")[2]
+    named = set(re.findall(r"`([a-z_]+)`", text))
+    assert len(named) >= 20
+    assert named <= {field.name for field in fields(Statistics)}
 
 
 def test_every_file_that_contributing_names_exists() -> None:
