@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import dask
 import numpy as np
 import pytest
@@ -317,9 +319,9 @@ async def test_pause_is_left_to_distributed(c, s, a):
 @gen_test(timeout=90)
 async def test_terminate_is_left_to_distributed():
     def hog():
-        blocks = []
-        while True:
-            blocks.append(bytearray(b"x" * 10**7))
+        kept = b"x" * (700 * 2**20)
+        threading.Event().wait(60)  # to be killed
+        return len(kept)
 
     memory = {"target": False, "spill": False, "pause": False, "terminate": 0.9, "monitor-interval": "10ms"}
     with dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}):
