@@ -17,13 +17,15 @@ from gpuspill.errors import ConfigError, DataLostError, GpuspillError
 if TYPE_CHECKING:
     from distributed import Worker as _Worker
 
+    from gpuspill.cluster import LocalCUDACluster
     from gpuspill.config import Settings
-    from gpuspill.distributed import Nanny, SpillPlugin, Worker, data, proxify, statistics, unproxify
+    from gpuspill.distributed import Nanny, SpillPlugin, Worker, data, proxify, settings, statistics, unproxify
 
 __all__ = [
     "ConfigError",
     "DataLostError",
     "GpuspillError",
+    "LocalCUDACluster",
     "Nanny",
     "Settings",
     "SpillPlugin",
@@ -32,6 +34,7 @@ __all__ = [
     "dask_setup",
     "data",
     "proxify",
+    "settings",
     "statistics",
     "unproxify",
 ]
@@ -43,12 +46,14 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 #: Where each public name lives.
 _HOMES = {
+    "LocalCUDACluster": "gpuspill.cluster",
     "Nanny": "gpuspill.distributed",
     "Settings": "gpuspill.config",
     "SpillPlugin": "gpuspill.distributed",
     "Worker": "gpuspill.distributed",
     "data": "gpuspill.distributed",
     "proxify": "gpuspill.distributed",
+    "settings": "gpuspill.distributed",
     "statistics": "gpuspill.distributed",
     "unproxify": "gpuspill.distributed",
 }

@@ -287,6 +287,27 @@ def report(files: tuple[Path, ...]) -> None:
         render(load(path), console)
 
 
+@gpuspill.command()
+@click.argument("scheduler", required=False)
+def config(scheduler: str | None) -> None:
+    """Print the settings in force here, or on the workers of SCHEDULER, and where each comes from.
+
+    SCHEDULER is an address such as tcp://host:8786, or the path of a scheduler file.
+    """
+    from rich.table import Table
+
+    from gpuspill.distributed.effective import here, of_cluster, text
+
+    for title, rows in here() if scheduler is None else of_cluster(scheduler):
+        table = Table(title=title, title_justify="left")
+        for heading in ("option", "value", "in force", "from"):
+            table.add_column(heading, overflow="fold")
+        for name, row in rows.items():
+            given, found = text(name, row["value"]), text(name, row["in_force"])
+            table.add_row(name.replace("_", "-"), given, found, str(row["origin"]))
+        _console().print(table, markup=False)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; exits with 0, with 1 if a result is wrong, with 2 if it was used wrongly.
 

@@ -23,7 +23,7 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from gpuspill.errors import ConfigError
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "is_on"]
 
 #: Words, in any case, for no limit or for a feature that is off, and for one that is on.
 _OFF = frozenset({"", "0", "0.0", "none", "false", "off", "no"})
@@ -199,12 +199,20 @@ def _count(minimum: int) -> Any:
     return parse
 
 
-def _switch(name: str, value: Any) -> bool:
+def is_on(value: object) -> bool | None:
+    """Return what a value in a configuration says of a feature; None if that is neither on nor off."""
     if _off(value):
         return False
     if value is True or _word(value) in _ON or (_number(value) and value == 1):
         return True
-    raise _fail(name, value, "true or false")
+    return None
+
+
+def _switch(name: str, value: Any) -> bool:
+    on = is_on(value)
+    if on is None:
+        raise _fail(name, value, "true or false")
+    return on
 
 
 def _text(name: str, value: Any) -> str | None:

@@ -13,6 +13,8 @@
 :mod:`~gpuspill.distributed.metrics`           the numbers, and where they are shown
 :mod:`~gpuspill.distributed.parking`           values that a task does not need for a while
 :mod:`~gpuspill.distributed.devices`           the worker's device
+:mod:`~gpuspill.distributed.effective`         the settings in force
+:mod:`~gpuspill.distributed.dask_cuda`         what is known of the inside of dask-cuda
 :mod:`~gpuspill.distributed.plugin`            the plugin for running clusters
 :mod:`~gpuspill.distributed.factory`           putting a store together
 =============================================  ======================================================
@@ -21,9 +23,10 @@
 from __future__ import annotations
 
 from gpuspill.distributed.attachment import attach, data
+from gpuspill.distributed.effective import settings
 from gpuspill.distributed.metrics import statistics
 from gpuspill.distributed.parking import proxify, unproxify
 from gpuspill.distributed.plugin import SpillPlugin
 from gpuspill.distributed.worker import Nanny, Worker
 
-__all__ = ["Nanny", "SpillPlugin", "Worker", "attach", "data", "proxify", "statistics", "unproxify"]
+__all__ = ["Nanny", "SpillPlugin", "Worker", "attach", "data", "proxify", "settings", "statistics", "unproxify"]

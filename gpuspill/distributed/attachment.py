@@ -21,7 +21,9 @@ from tornado.ioloop import IOLoop
 from gpuspill.admission import Admission
 from gpuspill.config import Settings
 from gpuspill.distributed import internals
+from gpuspill.distributed.dask_cuda import adopted_options
 from gpuspill.distributed.devices import device_limit
+from gpuspill.distributed.effective import announce_settings
 from gpuspill.distributed.factory import build_store
 from gpuspill.distributed.hints import Hints
 from gpuspill.distributed.jobs import Job, OutputSizes
@@ -264,7 +266,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
             settings = Settings.load(**options)
     else:
         _check(old)
-        settings = Settings.load(**options)
+        settings = Settings.load(**{**adopted_options(old), **options})
         store = build_store(settings, worker.local_directory, name=str(worker.name))
     attachment = Attachment(worker, store, settings)
     store.manager.loop_thread = threading.get_ident()
@@ -295,7 +297,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
     internals.add_periodic_callback(worker, "gpuspill", attachment.follower.update)
     with suppress(RuntimeError):  # no loop is running yet
         attachment.in_background(partial(sweep_leftovers, settings.spill_directory or worker.local_directory))
-    _report(worker, attachment)
+    announce_settings(worker)
     return store
 
 
@@ -336,10 +338,6 @@ def _reconfigure(attachment: Attachment, options: Mapping[str, object]) -> None:
     if ignored:
         logger.warning("cannot change %s of a worker that has data; the rest was changed", ", ".join(ignored))
     attachment.configure(settings)
-
-
-def _report(worker: Any, attachment: Attachment) -> None:
-    logger.info("attached to worker %s: %s, %s", worker.name, attachment.settings, attachment.thresholds)
 
 
 # -- data= ---------------------------------------------------------------------------------------

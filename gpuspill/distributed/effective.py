@@ -1,0 +1,162 @@
+"""The settings in force on a worker: for its log, and for clients."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import format_bytes
+from distributed import Client
+
+from gpuspill.config import Settings
+from gpuspill.distributed import internals
+from gpuspill.distributed.devices import device_limit
+from gpuspill.legacy import answer_once, answers
+from gpuspill.origins import configured_files, origins
+
+if TYPE_CHECKING:
+    from gpuspill.distributed.attachment import Attachment
+
+Rows = dict[str, dict[str, object]]
+
+__all__ = ["announce_settings", "here", "in_force", "of_cluster", "settings", "text"]
+
+#: The worker's own: shown on its terminal, and what ``client.get_worker_logs()`` returns.
+logger = logging.getLogger("distributed.worker")
+
+#: Options in bytes.
+_SIZES = frozenset({"host_limit", "max_spill", "buffer_pool", "device_memory_limit"})
+
+
+def in_force(worker: Any) -> Rows:
+    """Return the options of a worker that has gpuspill.
+
+    Returns
+    -------
+    dict
+        By option: its ``value``, what it comes to here (``in_force``: bytes, a path, a name), and its ``origin``.
+    """
+    attachment: Attachment = worker._gpuspill
+    store, options = attachment.store, attachment.settings
+    device = None if store.tier is None else store.tier.device
+    resolved = {
+        **asdict(options),
+        "host_limit": attachment.thresholds.limit,
+        "max_spill": internals.max_spill(worker, options),
+        "spill_directory": options.spill_directory or worker.local_directory,
+        "device": None if device is None else type(device).__name__,
+        "device_memory_limit": None if device is None else device_limit(options, device),
+        "follow_process_memory": attachment.thresholds.follows_process,
+    }
+    found = origins(options)
+    return {
+        name: {"value": value, "in_force": resolved[name], "origin": found[name]}
+        for name, value in asdict(options).items()
+    }
+
+
+def announce_settings(worker: Any) -> None:
+    """Log what is in force on a worker that was attached to, and answer what JIT-unspill's settings asked for."""
+    lines = [
+        f"  {name.replace('_', '-'):22} {text(name, row['in_force']):24} {row['origin']}"
+        for name, row in in_force(worker).items()
+    ]
+    logger.info("gpuspill is attached to worker %s. Settings in force:\n%s", worker.name, "\n".join(lines))
+    for answer in answers():
+        answer_once(answer)
+
+
+def text(name: str, value: object) -> str:
+    """Return the value of an option as it is shown."""
+    if value is None:
+        return "none"
+    return format_bytes(value) if name in _SIZES and isinstance(value, int) else str(value)
+
+
+def settings(client: Any) -> Any:
+    """Ask every worker for its settings in force.
+
+    Parameters
+    ----------
+    client
+        A ``distributed.Client``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each worker and option (both are in the index), with the columns ``value`` (as given),
+        ``in_force`` (what it comes to on this worker: bytes, a path, a name) and ``origin`` (``"default"``,
+        ``"keyword"``, ``"configuration"`` or the name of an environment variable). Workers without gpuspill have no
+        rows. From an asynchronous client: an awaitable of it.
+    """
+    answers = client.run(settings_of_worker)
+    if isinstance(answers, dict):
+        return _frame(answers)
+
+    async def later() -> Any:
+        return _frame(await answers)
+
+    return later()
+
+
+def settings_of_worker(dask_worker: Any) -> Rows | None:
+    """Return :func:`in_force`, or None if the worker has no gpuspill; for ``client.run``."""
+    return None if getattr(dask_worker, "_gpuspill", None) is None else in_force(dask_worker)
+
+
+def here() -> list[tuple[str, Rows]]:
+    """Return what a worker that was started here would be told, with the names of files, under a heading.
+
+    Raises
+    ------
+    ConfigError
+        An option cannot be used.
+    """
+    options = Settings.load()
+    found = origins(options, configured_files())
+    rows = {name: {"value": value, "in_force": value, "origin": found[name]} for name, value in asdict(options).items()}
+    return [("Settings here; what is 'auto' is found out by each worker", rows)]
+
+
+def of_cluster(scheduler: str) -> list[tuple[str, Rows]]:
+    """Return what is in force on the workers of a cluster, those with the same settings under one heading.
+
+    Parameters
+    ----------
+    scheduler
+        Address, or path of a scheduler file.
+
+    Raises
+    ------
+    OSError
+        There is no scheduler.
+    """
+    with Client(scheduler_file=scheduler) if os.path.exists(scheduler) else Client(scheduler) as client:  # type: ignore[no-untyped-call]
+        answers = client.run(settings_of_worker)
+    groups: list[tuple[list[str], Rows | None]] = []
+    for address, rows in answers.items():
+        same = next((addresses for addresses, known in groups if _alike(known, rows)), None)
+        if same is None:
+            groups.append(([address], rows))
+        else:
+            same.append(address)
+    return [(f"{', '.join(addresses)}{'' if rows else ': without gpuspill'}", rows or {}) for addresses, rows in groups]
+
+
+def _alike(one: Rows | None, other: Rows | None) -> bool:
+    """Whether two workers have the same settings, apart from their own directories."""
+
+    def common(rows: Rows | None) -> Rows | None:
+        return rows and {**rows, "spill_directory": {**rows["spill_directory"], "in_force": None}}
+
+    return common(one) == common(other)
+
+
+def _frame(answers: dict[str, Rows | None]) -> Any:
+    import pandas as pd
+
+    rows = {(address, name): row for address, found in answers.items() for name, row in (found or {}).items()}
+    index = pd.MultiIndex.from_tuples(rows, names=["worker", "option"])
+    return pd.DataFrame(list(rows.values()), index=index, columns=["value", "in_force", "origin"], dtype=object)
