@@ -68,7 +68,7 @@ def answers() -> list[str]:
     found = []
     for name, (agreed, instead) in _REPLACED.items():
         value = dask.config.get(name, None)
-        if value is None or agreed in (value, is_on(value)):
+        if value is None or (agreed is not None and is_on(value) is agreed):
             continue
         variable = f"DASK_{name.replace('-', '_').upper()}"
         found.append(f"{name} ({variable}) = {value!r} is a setting of JIT-unspill and changes nothing: {instead}")
