@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 
 import click
 import pytest
@@ -80,6 +81,10 @@ def test_it_is_shown(command):
     assert "--shared-filesystem" not in text
 
 
+@pytest.mark.skipif(
+    not any(point.name == "gpuspill" for point in entry_points(group="dask_cli")),
+    reason="gpuspill is not installed, so the dask command does not know of it",
+)
 def test_the_dask_command_shows_it_and_gpuspill():
     help_of = [sys.executable, "-m", "dask", "cuda", "worker", "--help"]
     done = subprocess.run(help_of, capture_output=True, text=True, check=True)
