@@ -36,8 +36,8 @@ run_arm() {
     case $arm in
     oldest) requirements=$(oldest dask distributed zict) || return ;;
     newest) requirements="dask distributed zict" ;;
-    dask-cuda-oldest) requirements="$(oldest dask-cuda) cupy-cuda12x rmm-cu12 numba-cuda nvidia-ml-py" || return ;;
-    dask-cuda-newest) requirements="dask-cuda cupy-cuda12x rmm-cu12 numba-cuda nvidia-ml-py" ;;
+    dask-cuda-oldest) requirements="cuda-bindings==12.* $(oldest dask-cuda) cupy-cuda12x rmm-cu12 numba-cuda nvidia-ml-py" || return ;;
+    dask-cuda-newest) requirements="cuda-bindings==12.* dask-cuda cupy-cuda12x rmm-cu12 numba-cuda nvidia-ml-py" ;;
     *)
         echo "error: there is no arm '$arm'" >&2
         return 2

@@ -37,7 +37,7 @@ done
 python=$venv/bin/python
 install=("$python" -m pip install -qq --no-input --disable-pip-version-check)
 # shellcheck disable=SC2086 # several requirements
-"${install[@]}" --editable '.[test]' "cupy-cuda${cuda}x" "rmm-cu$cuda" numba-cuda nvidia-ml-py "dask-cuda>=26.6" ${SPEC:-}
+"${install[@]}" --editable '.[test]' "cupy-cuda${cuda}x" "rmm-cu$cuda" numba-cuda nvidia-ml-py "dask-cuda[cu$cuda]>=26.6" ${SPEC:-}
 "$python" -m pip list 2>/dev/null | grep -iE '^(dask|distributed|dask-cuda|zict|cupy|rmm|numba)' || true
 
 status=0

@@ -6,7 +6,7 @@
 # the flag, the preload, the worker class, the plugin). Removes everything afterwards.
 #
 # PYTHON     interpreter to use (default: the python3 found first in PATH)
-# DASK_CUDA  which dask-cuda (default: "dask-cuda>=26.6")
+# DASK_CUDA  which dask-cuda (default: "dask-cuda[cu12]>=26.6")
 # KEEP=1     leave the environment where it is
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -40,7 +40,7 @@ status=0
 echo "== without dask-cuda"
 python -m pytest test_cluster.py "$@" || status=1
 echo "== beside dask-cuda"
-"${pip[@]}" install --quiet "${DASK_CUDA:-dask-cuda>=26.6}"
+"${pip[@]}" install --quiet "${DASK_CUDA:-dask-cuda[cu12]>=26.6}"
 "${pip[@]}" list 2>/dev/null | grep -iE '^(dask|distributed|dask-cuda|zict) '
 dask cuda worker --help | grep -A1 -e --enable-jit-unspill || { echo "error: there is no such flag" >&2; status=1; }
 python -m pytest test_cluster.py test_ways.py "$@" || status=1
