@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run dask-cuda's own tests on a machine without devices, without and with gpuspill installed.
 
-Arms: ``stock`` (gpuspill must not be installed), ``gpuspill`` (it is) and ``gpuspill-on`` (it is, and
+Arms: ``stock`` (gpuspill must not be installed), ``gpuspill`` (it is) and ``jit-unspill`` (it is, and
 ``DASK_JIT_UNSPILL=True`` makes ``dask cuda worker`` use it). Many of dask-cuda's tests need a device; those that pass
 in ``stock`` here are the ones that do not, and they alone are run in the other arms. ``ci/test_dask_cuda.sh`` calls
 this before and after it installs gpuspill.
@@ -28,7 +28,7 @@ from suite_report import GOOD, Outcome, Results, compare
 HERE = Path(__file__).resolve().parent
 REPOSITORY = "https://github.com/rapidsai/dask-cuda"
 
-ARMS: dict[str, dict[str, str]] = {"stock": {}, "gpuspill": {}, "gpuspill-on": {"DASK_JIT_UNSPILL": "True"}}
+ARMS: dict[str, dict[str, str]] = {"stock": {}, "gpuspill": {}, "jit-unspill": {"DASK_JIT_UNSPILL": "True"}}
 
 
 class DeviceFree(Arm):
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the arms asked for, compare with what is there; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--arms", default="gpuspill,gpuspill-on", help="comma-separated (default: %(default)s)")
+    add("--arms", default="gpuspill,jit-unspill", help="comma-separated (default: %(default)s)")
     add("--source", metavar="DIR", help="a git directory of dask-cuda")
     add("--ref", help="tag or commit to take the tests from (default: the installed release)")
     add("--output", type=Path, default=Path("dask-cuda-suite"), metavar="DIR")

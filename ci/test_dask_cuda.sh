@@ -53,5 +53,5 @@ here=$PWD python_path=$(realpath -s "$python") output_path=$(realpath -m "$outpu
 suite_run --arms stock || stock=$?
 "${install[@]}" --no-deps --editable .
 [ $stock -eq 0 ] || exit $stock
-suite_run --arms gpuspill,gpuspill-on || status=1
+suite_run --arms gpuspill,jit-unspill || status=1
 exit $status
