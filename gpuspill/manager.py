@@ -119,7 +119,8 @@ class ProxifyManager:
         key
             Any hashable.
         value
-            Any object. The same object under several keys is charged once.
+            Any object. The same object under several keys is charged once. Storing it again under a key that holds it
+            says that it may have been changed in place: its record is given up.
         nbytes
             Its size in bytes, if the caller knows; else ``sizeof`` is called here.
         spillable
@@ -139,12 +140,16 @@ class ProxifyManager:
             pid = slots.find(value)
             if pid is not None:
                 slots[pid].refusals = 0  # the caller has it in hand: patience with it begins anew
+                before = self._ledger.keys.get(key)
+                again = before is not None and before.pid == pid
                 state.alias(key, pid)
                 if state.ledger.entries[pid].residency.state is State.SPILLED:
                     # It was evicted while somebody held it: here it is again, and nothing has to be read.
                     state.begin_restore(pid)
                     slots.attach(pid, value)
                     state.complete_restore(pid)
+                if again:
+                    state.renew(pid)
             else:
                 pid = state.insert(key, self._sizes.estimate(type(value), nbytes), spillable=spillable)
                 slots[pid] = Slot(key, value, nbytes)
@@ -378,8 +383,9 @@ class ProxifyManager:
     def missing_nbytes(self, admission: Admission) -> int:
         """Bytes of the inputs of an admission that are on disk now."""
         with self._metadata:
-            entries = [self._restorer.entry(key, pid) for key, pid in admission.pids.items()]
-            return sum(entry.nbytes for entry in entries if entry.residency.state is State.SPILLED)
+            # By proxy: several keys may hold one.
+            entries = {pid: self._restorer.entry(key, pid) for key, pid in admission.pids.items()}
+            return sum(entry.nbytes for entry in entries.values() if entry.residency.state is State.SPILLED)
 
     def fetch(self, key: Hashable) -> Encoded | Any:
         """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks.

@@ -25,7 +25,7 @@ class Statistics:
     keys, values
         Keys known, and distinct values behind them.
     host_keys, disk_keys
-        Values with a copy in memory; values that are on disk only.
+        Values with a copy in memory; values that are on disk only. Those on their way back, and lost ones, are neither.
     host_nbytes
         Bytes of values in memory, those arriving included.
     pinned_nbytes
@@ -150,7 +150,7 @@ def take_snapshot(metadata: Metadata, restorer: Restorer) -> Statistics:
             disk_limit=state.disk.limit,
             keys=len(ledger.keys),
             values=len(ledger.entries),
-            host_keys=len(ledger.entries) - state.spilled,
+            host_keys=len(ledger.entries) - state.away,
             disk_keys=state.spilled,
             host_nbytes=state.memory.used,
             pinned_nbytes=state.pinned_nbytes,

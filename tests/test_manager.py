@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gpuspill.core.budget import Kind
-from gpuspill.core.residency import Tier
-from gpuspill.errors import StorageError
+from gpuspill.core.residency import State, Tier
+from gpuspill.errors import DataLostError, StorageError
 from gpuspill.serialization import PickleSerializer
 from gpuspill.testing.managers import Bench
 from tests.things import SHARED, VALUES, Thing, Unpicklable, assert_same, fresh, squeeze, the_values
@@ -130,6 +130,81 @@ def test_storing_the_same_object_over_itself(kit):
         kit.manager.store("a", value)
     assert kit.manager.memory_total() == 100
     assert kit.manager.get("a") is value
+
+
+@pytest.mark.parametrize("when", ["clean", "while it is written", "while it is read", "evicted and alive"])
+def test_a_value_that_was_changed_and_stored_again_is_what_comes_back(kit, when):
+    """What is on disk, or on its way there, is what it was before."""
+    manager = kit.manager
+    manager.store("x", Thing("before"))
+
+    def change(value):
+        kit.store.hook = lambda operation, at: None
+        manager.set_limit(None, None)
+        value.content = "after"
+        manager.store("x", value)
+
+    if when == "while it is written":
+        kit.store.hook = lambda operation, at: change(manager.peek("x")) if at == "after" else None
+        squeeze(kit)
+    elif when == "clean":
+        kit.spill("x")
+        value = manager.get("x")
+        assert kit.state("x") is State.CLEAN
+        change(value)
+    else:
+        value = manager.get("x")
+        while manager.is_resident("x"):  # patience with who holds it comes to an end
+            squeeze(kit)
+            kit.clock.advance(1)
+        manager.set_limit(None, None)
+        if when == "while it is read":
+            assert manager.prefetch(["x"]) == 1
+            change(value)
+            assert kit.engine.restore()
+        else:
+            change(value)
+    assert kit.state("x") is State.RESIDENT
+    assert kit.records() == 0
+    value = None
+    kit.spill("x")
+    assert manager.get("x").content == "after"
+
+
+def test_another_key_for_a_clean_value_costs_no_record(kit):
+    kit.manager.store("x", Thing())
+    kit.spill("x")
+    kit.manager.store("y", kit.manager.get("x"))
+    assert kit.state("y") is State.CLEAN
+
+
+def test_what_two_keys_of_one_value_miss_is_counted_once(kit):
+    kit.manager.store("x", value := Thing(nbytes=700))
+    kit.manager.store("y", value)
+    del value
+    kit.spill("x", "y")
+    with kit.manager.pin(["x", "y"]) as pins:
+        assert kit.manager.missing_nbytes(pins) == 700
+
+
+def test_values_on_their_way_back_and_lost_ones_are_in_no_tier(kit):
+    for key in "abc":
+        kit.manager.store(key, Thing(key))
+    kit.spill("a", "b")
+
+    def numbers():
+        statistics = kit.manager.statistics()
+        return statistics.host_keys, statistics.disk_keys
+
+    assert numbers() == (1, 2)
+    kit.manager.prefetch(["a"])
+    assert numbers() == (1, 1)
+    kit.engine.restore()
+    assert numbers() == (2, 1)
+    kit.store.damaged.add(kit.manager._metadata.slots[kit.manager.proxy("b").pid].receipt)
+    with pytest.raises(DataLostError):
+        kit.manager.get("b")
+    assert numbers() == (2, 0)
 
 
 def test_overwriting_lets_the_old_value_go(kit):

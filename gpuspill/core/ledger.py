@@ -34,6 +34,8 @@ class Entry:
         It cannot be serialised and stays in memory for good.
     had_use
         A use of it was expected at some time (see the policy's first rule).
+    renewed
+        The value was stored anew while it moved: the record, or what is being written, may hold what it was before.
     """
 
     pid: int
@@ -43,6 +45,7 @@ class Entry:
     keys: set[Hashable] = field(default_factory=set)
     unspillable: bool = False
     had_use: bool = False
+    renewed: bool = False
 
 
 class Ledger:

@@ -134,6 +134,7 @@ class SpillState:
         self.unspillable = 0
         self.spilled = 0  # values that are on disk only and not on their way back
         self.spilled_nbytes = 0
+        self.away = 0  # values that are not in memory: spilled, on their way back, or lost
 
     # -- ownership ---------------------------------------------------------------------------------
 
@@ -159,6 +160,7 @@ class SpillState:
         entry.disk_nbytes = disk_nbytes
         self.disk.used += disk_nbytes
         self._count_spilled(entry, 1)
+        self.away += 1
         before = self.ledger.bind(key, entry)
         if before is not None:
             self._release_if_unused(before)
@@ -174,6 +176,19 @@ class SpillState:
             self._release_if_unused(before)
         self._classify(entry)
         self._balance()
+
+    def renew(self, pid: int) -> None:
+        """The value was stored anew under its key, perhaps changed: what is below no longer counts.
+
+        It must be in memory, or on its way there from the very object that was stored.
+        """
+        entry = self.ledger.entries[pid]
+        if entry.residency.moving:
+            entry.renewed = True  # when it has ended
+        elif entry.residency.has(Tier.DISK):
+            self._delete_record(entry)
+            self._classify(entry)
+            self._balance()
 
     def remove(self, key: Hashable) -> None:
         """Forget `key`. KeyError if unknown. Its value goes when no other key, pin or move needs it."""
@@ -312,6 +327,11 @@ class SpillState:
         self.counters.spilled_nbytes += entry.nbytes
         if not entry.keys and not entry.residency.pins:
             self._release_if_unused(entry)
+        elif entry.renewed:
+            entry.renewed = False
+            self._keep_record(entry)
+            self._delete_record(entry)
+            self._classify(entry)
         else:
             self._keep_record(entry)
             if self.disk.limit is not None and self.disk.used - self._redundant_nbytes + disk_nbytes > self.disk.limit:
@@ -343,6 +363,7 @@ class SpillState:
         entry.disk_nbytes = 0
         self._end_spill(entry)
         entry.residency.fail()
+        entry.renewed = False
         self.counters.spill_failures += 1
         if forever:
             entry.unspillable = True
@@ -439,13 +460,15 @@ class SpillState:
         """The value is in memory again, read and verified."""
         entry = self._restoring_entry(pid)
         entry.residency.complete()
+        renewed, entry.renewed = entry.renewed, False
+        self.away -= 1
         self.counters.restores += 1
         self.counters.restored_nbytes += entry.nbytes
         if not entry.keys and not entry.residency.pins:
             self._release_if_unused(entry)
         else:
             self._keep_record(entry)
-            if self.keep_clean:
+            if self.keep_clean and not renewed:
                 self._reclaim()
             else:
                 self._delete_record(entry)
@@ -466,6 +489,7 @@ class SpillState:
         """
         entry = self._restoring_entry(pid)
         entry.residency.fail()
+        entry.renewed = False
         self._charge_restore(entry, -1)
         self.counters.restore_failures += 1
         if lost:
@@ -586,6 +610,7 @@ class SpillState:
         assert pinned == self.pinned_nbytes, (pinned, self.pinned_nbytes)
         assert unspillable == self.unspillable
         assert (spilled, spilled_nbytes) == (self.spilled, self.spilled_nbytes)
+        assert self.away == sum(not entry.residency.resident for entry in self.ledger.entries.values())
         for aside in (self._held, self._blocked, self._clean):
             assert aside.keys() <= self.ledger.entries.keys()
         assert set(self.queue) <= self.ledger.entries.keys()
@@ -680,6 +705,7 @@ class SpillState:
         """Let go of a value in memory of which a record exists."""
         self._unlist(entry.pid)
         entry.residency.drop(Tier.HOST)
+        self.away += 1
         self._count_spilled(entry, 1)
         self._forget_record(entry)
         self.memory.used -= entry.nbytes
@@ -738,6 +764,7 @@ class SpillState:
             self._effects.deleted.append(entry.pid)
             self._unblock(freed)
         self.unspillable -= entry.unspillable
+        self.away -= not residency.resident
         self.ledger.forget(entry)
         self._effects.forgotten.append(entry.pid)
 

@@ -57,6 +57,7 @@ class SpillEvents:
         "insert": 8,
         "insert_below": 2,
         "alias": 4,
+        "renew": 2,
         "remove": 4,
         "touch": 2,
         "pin": 5,
@@ -140,6 +141,12 @@ class SpillEvents:
         """Store a known value under another key."""
         if (pid := self._known(c)) is not None:
             self.oracle.alias(c.key, pid)
+
+    def renew(self, c: Choices) -> None:
+        """Store a value again under its key, perhaps changed."""
+        pids = self.oracle.where(lambda value: value.memory or value.move == "up")
+        if pids:
+            self.oracle.renew(pick(pids, c.i))
 
     def remove(self, c: Choices) -> None:
         """Delete a key."""

@@ -89,6 +89,14 @@ class Oracle(Model):
         self.keys[key] = pid
         self._judge()
 
+    def renew(self, pid: int) -> None:
+        """See :meth:`SpillState.renew`."""
+        value = self.values[pid]
+        value.renewed = bool(value.move)
+        self.state.renew(pid)
+        self._judge()
+        assert value.move or not value.disk, f"{value} was stored anew, and what it was before is kept"
+
     def remove(self, key: Hashable) -> None:
         """See :meth:`SpillState.remove`."""
         self.state.remove(key)
@@ -187,12 +195,18 @@ class Oracle(Model):
         self.counts["spills"] += 1
         self.counts["spilled_nbytes"] += value.nbytes
         self._judge(written=pid, forced=force)
+        self._old_is_gone(value)
+
+    def _old_is_gone(self, value: ModelValue) -> None:
+        """What was on disk or on its way there is not kept if the value was stored anew meanwhile."""
+        assert not (value.renewed and value.disk), f"{value} was stored anew, and what it was before is kept"
+        value.renewed = False
 
     def fail_spill(self, pid: int, *, forever: bool) -> None:
         """See :meth:`SpillState.fail_spill`."""
         self.state.fail_spill(pid, forever=forever)
         value = self.values[pid]
-        value.move, value.record = "", 0
+        value.move, value.record, value.renewed = "", 0, False
         value.unspillable = forever
         self.counts["spill_failures"] += 1
         value.blocked = value.barred = not forever and not value.pins  # the last unpin makes it a candidate
@@ -257,12 +271,13 @@ class Oracle(Model):
         self.counts["restores"] += 1
         self.counts["restored_nbytes"] += value.nbytes
         self._judge()
+        self._old_is_gone(value)
 
     def fail_restore(self, pid: int, *, lost: bool) -> None:
         """See :meth:`SpillState.fail_restore`."""
         self.state.fail_restore(pid, lost=lost)
         value = self.values[pid]
-        value.move, value.lost = "", lost
+        value.move, value.lost, value.renewed = "", lost, False
         self.counts["restore_failures"] += 1
         self.counts["lost"] += lost
         self._judge()
