@@ -20,6 +20,7 @@ from gpuspill.device.base import Allocation, AllocationId, Layout
 
 __all__ = [
     "CupyAdapter",
+    "InterfaceAdapter",
     "NumbaAdapter",
     "NumpyAdapter",
     "RmmAdapter",
@@ -31,7 +32,15 @@ __all__ = [
 
 def all_adapters() -> tuple[ArrayAdapter, ...]:
     """Return one of each."""
-    return SimulatedAdapter(), CupyAdapter(), NumbaAdapter(), RmmAdapter(), TorchAdapter(), NumpyAdapter()
+    return (
+        SimulatedAdapter(),
+        CupyAdapter(),
+        NumbaAdapter(),
+        RmmAdapter(),
+        TorchAdapter(),
+        InterfaceAdapter(),
+        NumpyAdapter(),
+    )
 
 
 def _check(memory: Allocation, layout: Layout) -> None:
@@ -52,7 +61,7 @@ class _Interface:
 
     def __init__(self, memory: Allocation, layout: Layout) -> None:
         self.memory = memory
-        self.__cuda_array_interface__ = {
+        self._interface = {
             "version": 3,
             "shape": layout.shape,
             "strides": layout.strides,
@@ -60,6 +69,11 @@ class _Interface:
             "data": (memory.address + layout.offset, False),
             "stream": None,  # whoever rebuilds has observed the copy: there is nothing to wait for
         }
+        self.nbytes = layout.nbytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self._interface
 
 
 class SimulatedAdapter(ArrayAdapter):
@@ -212,6 +226,32 @@ class TorchAdapter(ArrayAdapter):
         size = layout.itemsize
         typed = raw[: memory.nbytes // size * size].view(getattr(torch, layout.dtype))
         return torch.as_strided(typed, layout.shape, [step // size for step in layout.strides], layout.offset // size)
+
+
+class InterfaceAdapter(ArrayAdapter):
+    """Memory that has the array interface and is of no library: what composites are put together on."""
+
+    name = "interface"
+    library = __name__
+
+    def types(self, library: ModuleType) -> tuple[type, ...]:
+        """Return the type that :meth:`rebuild` makes."""
+        return (_Interface,)
+
+    def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
+        """Take it apart."""
+        found = interface_layout(value)
+        if found is None:
+            return None
+        layout, address = found
+        memory = value.memory
+        moved = Layout(address - memory.address, layout.shape, layout.strides, layout.dtype, layout.itemsize)
+        return self.describes(memory.identity, memory, moved)
+
+    def rebuild(self, memory: Allocation, layout: Layout) -> Any:
+        """Return what describes (part of) the memory, and keeps it alive."""
+        _check(memory, layout)
+        return _Interface(memory, layout)
 
 
 class NumpyAdapter(ArrayAdapter):

@@ -14,7 +14,7 @@ from gpuspill.distributed.adopt import AdoptingStore
 from gpuspill.distributed.devices import device_limit, find_device
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.metrics import Metrics
-from gpuspill.distributed.serialization import DaskSerializer
+from gpuspill.distributed.serialization import DaskSerializer, DeviceFamilies
 from gpuspill.manager import ProxifyManager
 from gpuspill.storage.base import Store
 from gpuspill.storage.codecs import CodecChooser
@@ -80,6 +80,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
             device,
             manager,
             limit=device_limit(settings, device),
+            families=DeviceFamilies(),
             allocate=pool.allocate,
             spill_threads=settings.spill_threads,
             restore_threads=settings.restore_threads,

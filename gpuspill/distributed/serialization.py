@@ -14,6 +14,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 import msgpack
+from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.serialize import (
     Pickled,
     Serialize,
@@ -30,7 +31,7 @@ from distributed.protocol.serialize import (
 from gpuspill.serialization import Serialized
 from gpuspill.storage.base import Buffer
 
-__all__ = ["FOREIGN_HEADER", "DaskSerializer"]
+__all__ = ["FOREIGN_HEADER", "DaskSerializer", "DeviceFamilies"]
 
 FOREIGN_HEADER = b""
 """Header of a record whose only frame is what distributed's ``SpillBuffer`` wrote. No header of ours is empty."""
@@ -87,3 +88,23 @@ class DaskSerializer:
         # Decoded anew each time: dask takes keys out of the header while it rebuilds collections.
         decoded = msgpack.unpackb(header, raw=False, use_list=False, strict_map_key=False)
         return deserialize(decoded, list(frames))  # type: ignore[no-untyped-call]
+
+
+class DeviceFamilies(DaskSerializer):
+    """How objects of a device move: by ``cuda``, which copies nothing; what it does not know, as bytes."""
+
+    def takes_apart(self, cls: type) -> bool:
+        """Whether a type, or one that it derives from, is registered with the ``cuda`` family."""
+        try:
+            cuda_serialize.dispatch(cls)  # type: ignore[no-untyped-call]
+        except TypeError:
+            return False
+        return True
+
+    def take_apart(self, value: Any) -> tuple[Any, Sequence[Any]]:
+        """Return header and frames by the ``cuda`` family."""
+        return serialize(value, serializers=("cuda",), on_error="raise")
+
+    def put_together(self, header: Any, frames: Sequence[Any]) -> Any:
+        """Return the value on its frames, by the ``cuda`` family."""
+        return deserialize(header, list(frames), deserializers=("cuda",))  # type: ignore[no-untyped-call]

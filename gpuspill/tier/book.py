@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from sys import getrefcount
 from typing import Any
 
 from gpuspill.device.arrays import ArrayRegistry, Recipe
 from gpuspill.device.base import Allocation, AllocationId, Device
+from gpuspill.tier.composites import Composite, DeviceObject
 from gpuspill.tier.units import Dead, DeviceMemory, Skeleton, Unit, Watch
 
 __all__ = ["Book"]
@@ -52,6 +54,8 @@ class Book:
         What skeletons let go of.
     skeletons
         How many there are.
+    estimated_nbytes
+        Bytes of the units whose size is estimated, wherever they are.
 
     Notes
     -----
@@ -70,17 +74,29 @@ class Book:
         self._left: dict[AllocationId, _Entry] = {}
         self._departed: deque[_Entry] = deque()
         self._gone: deque[Any] = deque()
+        self._objects: weakref.WeakValueDictionary[int, DeviceObject] = weakref.WeakValueDictionary()
+        self._composites: weakref.WeakValueDictionary[int, Composite] = weakref.WeakValueDictionary()
         self.dead: Dead = deque()
         self.skeletons = 0
+        self.estimated_nbytes = 0
+        # What is reported for an object to which only its DeviceObject refers; it differs between releases of Python.
+        alone = DeviceObject(Unit(0, 0), object(), AllocationId("", 0, 0))
+        self._unheld = getrefcount(alone.value)
 
     # -- units -------------------------------------------------------------------------------------
 
-    def create(self, nbytes: int) -> Unit:
+    def create(self, nbytes: int, *, estimated: bool = False) -> Unit:
         """Return a new unit without references."""
-        unit = Unit(next(self._numbers), nbytes)
+        unit = Unit(next(self._numbers), nbytes, estimated=estimated)
         with self._lock:
             self._units[unit.number] = unit
+            self.estimated_nbytes += nbytes if estimated else 0
         return unit
+
+    def give_up(self, unit: Unit) -> None:
+        """Forget a unit that never came into force."""
+        with self._lock:
+            self.estimated_nbytes -= unit.nbytes if unit.estimated else 0
 
     def unit(self, number: int) -> Unit:
         """Return a unit by its number. KeyError if it is gone."""
@@ -140,6 +156,60 @@ class Book:
             self._left.pop(memory.identity, None)
         return memory.unit
 
+    # -- composites and opaque objects -------------------------------------------------------------
+
+    def knows_composite(self, value: Any) -> bool:
+        """Whether :meth:`join_composite` would find it."""
+        with self._lock:
+            known = self._composites.get(id(value))
+            return known is not None and known.value is value and all(unit.references > 0 for unit in known.units)
+
+    def join_composite(self, value: Any) -> Composite | None:
+        """Return what stands for a composite that is known, with one reference more to each of its units."""
+        with self._lock:
+            if not self.knows_composite(value):
+                return None
+            known = self._composites[id(value)]
+            for unit in known.units:
+                unit.references += 1
+            return known
+
+    def remember(self, composite: Composite, value: Any) -> Any:
+        """Note the object that a composite is now; returns the one to use: another thread may have made one."""
+        with self._lock:
+            existing = composite.value
+            if existing is None:
+                composite.remember(value)
+                self._composites[id(value)] = composite
+                existing = value
+        return existing
+
+    def knows_object(self, value: Any) -> bool:
+        """Whether :meth:`join_object` would find a unit."""
+        with self._lock:
+            memory = self._objects.get(id(value))
+            return memory is not None and memory.value is value and memory.unit.references > 0
+
+    def join_object(self, value: Any) -> Unit | None:
+        """Return the unit of an opaque object, with one reference more; None if there is none."""
+        with self._lock:
+            if not self.knows_object(value):
+                return None
+            unit = self._objects[id(value)].unit
+            unit.references += 1
+            return unit
+
+    def enter_object(self, memory: DeviceObject, *, unless_known: bool = False) -> Unit:
+        """Note which object a unit is; as :meth:`enter`."""
+        with self._lock:
+            if unless_known:
+                known = self.join_object(memory.value)
+                if known is not None:
+                    return known
+                memory.unit.references += 1
+            self._objects[id(memory.value)] = memory
+        return memory.unit
+
     # -- arrays ------------------------------------------------------------------------------------
 
     def note(self, unit: Unit, recipe: Recipe, array: Any) -> Any:
@@ -167,12 +237,16 @@ class Book:
 
     # -- custody: called under the manager's lock --------------------------------------------------
 
-    def held(self, memory: DeviceMemory) -> bool:
+    def held(self, memory: DeviceMemory | DeviceObject) -> bool:
         """Whether somebody has an array on it."""
+        if type(memory) is DeviceObject:
+            return getrefcount(memory.value) > self._unheld
         return memory.unit.in_use
 
-    def leave(self, memory: DeviceMemory) -> Callable[[], DeviceMemory | None] | None:
+    def leave(self, memory: DeviceMemory | DeviceObject) -> Callable[[], DeviceMemory | None] | None:
         """Note that a unit leaves the device; return what brings it back if its memory lingers."""
+        if isinstance(memory, DeviceObject):
+            return None
         watch, unit = memory.watch, memory.unit
         if watch is None:
             return None
@@ -206,6 +280,7 @@ class Book:
                     unit.references -= 1
                     if not unit.references:
                         unused.append(unit)
+                        self.estimated_nbytes -= unit.nbytes if unit.estimated else 0
             while self._departed:
                 entry = self._departed.popleft()
                 identity = entry.watch.identity
@@ -231,9 +306,11 @@ class Book:
                 watch.identity.nbytes for watch in (entry.watch for entry in self._left.values()) if watch() is not None
             )
 
-    def identified(self, memory: DeviceMemory) -> bool:
+    def identified(self, memory: DeviceMemory | DeviceObject) -> bool:
         """Whether the allocation of a unit on the device is known as that unit's. For tests."""
         with self._lock:
+            if isinstance(memory, DeviceObject):
+                return self._objects.get(id(memory.value)) is memory
             entry = self._known.get(memory.identity)
             return (
                 entry is not None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from gpuspill.device.base import Allocation, Device, DeviceError, Event
+from gpuspill.device.base import Allocation, AllocationId, Device, DeviceError, Event
 from gpuspill.errors import StorageError
 from gpuspill.serialization import Serialized
 from gpuspill.tier.book import Book
+from gpuspill.tier.composites import DeviceObject, Families
 from gpuspill.tier.units import DeviceMemory
 
 __all__ = ["DeviceSerializer"]
@@ -28,9 +29,18 @@ class DeviceSerializer:
         Told where units are.
     allocate
         Gives host buffers.
+    families
+        Move opaque objects.
     """
 
-    def __init__(self, device: Device, book: Book, allocate: Callable[[int], memoryview]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        book: Book,
+        allocate: Callable[[int], memoryview],
+        families: Families | None = None,
+    ) -> None:
+        self._families = families
         self._device = device
         self._book = book
         self._allocate = allocate
@@ -46,6 +56,8 @@ class DeviceSerializer:
         MemoryError
             The host has no buffer.
         """
+        if isinstance(value, DeviceObject):
+            return self._dump_object(value)
         assert isinstance(value, DeviceMemory)
         buffer = self._allocate(value.unit.nbytes)
         problem: str | None = None
@@ -60,6 +72,25 @@ class DeviceSerializer:
             raise StorageError(problem)
         return Serialized(str(value.unit.number).encode(), [buffer])
 
+    def _dump_object(self, memory: DeviceObject) -> Serialized:
+        assert self._families is not None
+        try:
+            self._device.synchronize()
+        except DeviceError as error:
+            raise StorageError(f"could not copy from {self._device!r}: {error}") from None
+        header, frames = self._families.dumps(memory.value)
+        return Serialized(b"%d:%s" % (memory.unit.number, header), frames)
+
+    def _load_object(self, header: bytes, frames: Sequence[memoryview]) -> DeviceObject:
+        assert self._families is not None
+        number, _, rest = header.partition(b":")
+        # As they are in the host's memory, or were there: the object may not share them.
+        value = self._families.loads(rest, [memoryview(bytearray(frame)) for frame in frames])
+        unit = self._book.unit(int(number))
+        memory = DeviceObject(unit, value, AllocationId(self._device.identity, 0, unit.nbytes))
+        self._book.enter_object(memory)
+        return memory
+
     def loads(self, header: bytes, frames: Sequence[memoryview]) -> object:
         """Copy a unit to the device, and wait until it is there. Blocks.
 
@@ -70,6 +101,8 @@ class DeviceSerializer:
         DeviceError
             The copy failed.
         """
+        if b":" in header:
+            return self._load_object(header, frames)
         (frame,) = frames
         unit = self._book.unit(int(header))
         allocation = self._device.allocate(unit.nbytes)

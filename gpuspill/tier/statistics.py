@@ -27,6 +27,8 @@ class TierStatistics:
         Bytes of those that are not on the device.
     lingering_nbytes
         Bytes that are still on the device because somebody has a view on what left.
+    estimated_nbytes
+        Bytes of objects of types that nobody knows, wherever they are: their size is what they claim.
     spills, restores
         Moves from the device, and back, so far.
     out_of_memory, out_of_memory_helped
@@ -44,6 +46,7 @@ class TierStatistics:
     reserved_nbytes: int
     spilled_nbytes: int
     lingering_nbytes: int
+    estimated_nbytes: int
     spills: int
     restores: int
     out_of_memory: int

@@ -7,17 +7,20 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace as replace_fields
 from typing import Any
 
 from gpuspill.admission import Admission
 from gpuspill.buffers import BufferPool
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
-from gpuspill.device.arrays import ArrayDescription, ArrayRegistry
+from gpuspill.device.arrays import ArrayDescription, ArrayRegistry, Recipe
 from gpuspill.device.base import Device
+from gpuspill.device.external import external_types
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 from gpuspill.tier.book import Book
+from gpuspill.tier.composites import Composite, DeviceObject, Families
 from gpuspill.tier.pressure import OutOfMemoryGuard
 from gpuspill.tier.records import HostRecords
 from gpuspill.tier.serializer import DeviceSerializer
@@ -48,6 +51,8 @@ class DeviceTier:
         Bytes to keep on the device; None for no limit. The device running full makes room in any case.
     registry
         Knows arrays.
+    families
+        Know composite types; None if there are none.
     allocate
         Gives host buffers.
     spill_threads, restore_threads
@@ -74,6 +79,7 @@ class DeviceTier:
         *,
         limit: int | None,
         registry: ArrayRegistry | None = None,
+        families: Families | None = None,
         allocate: Callable[[int], memoryview] | None = None,
         spill_threads: int = 1,
         restore_threads: int = 2,
@@ -81,11 +87,14 @@ class DeviceTier:
     ) -> None:
         self.device = device
         self._registry = ArrayRegistry() if registry is None else registry
+        self._families = families
         self._book = Book(device, self._registry)
         self.manager = ProxifyManager(
             limit=limit,
             store=HostRecords(host),
-            serializer=DeviceSerializer(device, self._book, BufferPool(0).allocate if allocate is None else allocate),
+            serializer=DeviceSerializer(
+                device, self._book, BufferPool(0).allocate if allocate is None else allocate, families
+            ),
             sizeof=_sizeof,
             custody=self._book,
             # The copy in host memory would take room that others need; reading from there is cheap to repeat.
@@ -115,16 +124,19 @@ class DeviceTier:
         if label is not None:
             self.manager.settle(label)
         units: dict[Unit, None] = {}
-        leaves: dict[int, Leaf] = {}
+        leaves: dict[int, Leaf | Composite] = {}
+        externals = external_types()
 
         def stand_in(item: Any) -> Any:
-            found = self._describe(item)
-            if found is None or found.recipe is None:
+            if externals and isinstance(item, externals):
                 return item
-            unit = self._join(item, found, units)
-            if unit is None:
-                return item
-            return leaves.setdefault(id(item), Leaf(unit, found.recipe))
+            leaf = leaves.get(id(item))
+            if leaf is None:
+                leaf = self._stand_in(item, units)
+                if leaf is None:
+                    return item
+                leaves[id(item)] = leaf
+            return leaf
 
         try:
             tree = replace(value, stand_in)
@@ -139,16 +151,93 @@ class DeviceTier:
         return self._book.skeleton(tree, tuple(units)) if units else value
 
     def _describe(self, item: Any) -> ArrayDescription | None:
-        cls = type(item)
-        adapter = self._registry.adapter(cls)
-        if adapter is None or not adapter.on_device:
-            # What nobody knows how to rebuild stays as it is.
+        adapter = self._registry.adapter(type(item))
+        if adapter is not None and not adapter.on_device:
             return None
         found = self._registry.describe(item)
         return found if found is not None and found.identity.device == self.device.identity else None
 
+    def _stand_in(self, item: Any, units: dict[Unit, None]) -> Leaf | Composite | None:
+        """Return what stands for an item, whose units `units` then has; None if it stays as it is."""
+        families = self._families
+        if families is not None and self._registry.adapter(type(item)) is None and families.takes_apart(type(item)):
+            return self._composite(item, families, units)
+        found = self._describe(item)
+        if found is None:
+            return None
+        if found.recipe is not None:
+            unit = self._join(item, found, units)
+            return None if unit is None else Leaf(unit, found.recipe)
+        return None if families is None else self._opaque(item, found, units)
+
+    def _composite(self, item: Any, families: Families, units: dict[Unit, None]) -> Composite | None:
+        known = self._book.join_composite(item)
+        if known is not None:
+            for unit in known.units:
+                self._count(unit, units)
+            return known
+        taken = self._take_apart(item, families)
+        if taken is None:
+            return None
+        header, frames = taken
+        leaves: list[Any] = []
+        for frame, found in frames:
+            if found is None:
+                leaves.append(frame)
+                continue
+            joined = self._join(None, found, units)
+            assert joined is not None, f"{self.device!r} borrowed {found.identity} and now does not"
+            leaves.append(Leaf(joined, _frame_recipe(found)))
+        composite = Composite(header, leaves)
+        self._book.remember(composite, item)
+        return composite
+
+    def _take_apart(
+        self, item: Any, families: Families
+    ) -> tuple[Any, list[tuple[Any, ArrayDescription | None]]] | None:
+        """Return the header and the frames of a composite, described where they are on the device.
+
+        None if none is, or if one cannot be moved.
+        """
+        try:
+            header, frames = families.take_apart(item)
+            described = [(frame, self._describe(frame)) for frame in frames]
+            for _, found in described:
+                if found is not None:
+                    self.device.borrow(found.identity, found.owner)
+        except Exception as error:
+            logger.debug("cannot take a value of type %s apart: %r", type(item).__qualname__, error)
+            _cut_loose(error)
+            return None
+        if not any(found is not None for _, found in described):
+            return None
+        if any(found is None and self._registry.is_on_device(frame) for frame, found in described):
+            return None
+        return header, described
+
+    def _opaque(self, item: Any, found: ArrayDescription, units: dict[Unit, None]) -> Leaf:
+        unit = self._book.join_object(item)
+        if unit is None:
+            new = self._book.create(found.identity.nbytes, estimated=True)
+            memory = DeviceObject(new, item, found.identity)
+            self.manager.store(new, memory, new.nbytes)
+            unit = self._book.enter_object(memory, unless_known=True)
+            if unit is not new:
+                self._book.give_up(new)
+                self.manager.discard(new)
+        self._count(unit, units)
+        return Leaf(unit, None)
+
+    def _count(self, unit: Unit, units: dict[Unit, None]) -> None:
+        if unit in units:
+            self._book.dead.append((False, (unit,)))  # one reference for each skeleton
+        units[unit] = None
+
     def _join(self, array: Any, found: ArrayDescription, units: dict[Unit, None]) -> Unit | None:
-        """Return the unit of an array, which `units` then has; None if its memory cannot be moved."""
+        """Return the unit of an array, which `units` then has; None if its memory cannot be moved.
+
+        Without the array the memory is that of a composite, which whoever stores it has in hand.
+        """
         unit = self._book.join(found.identity)
         if unit is not None:
             self._note(unit, array, found)
@@ -157,22 +246,22 @@ class DeviceTier:
                 allocation = self.device.borrow(found.identity, found.owner)
             except (ValueError, TypeError):
                 return None
-            new = self._book.create(found.identity.nbytes)
+            new = self._book.create(found.identity.nbytes, estimated=found.estimated)
             memory = DeviceMemory(new, allocation, found.owner)
             self._note(new, array, found)  # in use: it stays here until the walk is over
             # Before it can be found by others. No lock is held, so another thread may do the same.
             self.manager.store(new, memory, new.nbytes)
             unit = self._book.enter(memory, unless_known=True)
             if unit is not new:
+                self._book.give_up(new)
                 self.manager.discard(new)
                 self._note(unit, array, found)
-        if unit in units:
-            self._book.dead.append((False, (unit,)))  # one reference for each skeleton
-        units[unit] = None
+        self._count(unit, units)
         return unit
 
     def _note(self, unit: Unit, array: Any, found: ArrayDescription) -> None:
-        if array is not found.owner:  # a buffer that is its own owner would seem in use for ever
+        # A buffer that is its own owner would seem in use for ever.
+        if array is not None and array is not found.owner:
             assert found.recipe is not None
             self._book.note(unit, found.recipe, array)
 
@@ -269,14 +358,33 @@ class DeviceTier:
         self.manager.materialize_later(chosen).add_done_callback(build)
         return result
 
-    def _build(self, value: Any, memories: Mapping[Hashable, DeviceMemory]) -> Any:
+    def _build(self, value: Any, memories: Mapping[Hashable, DeviceMemory | DeviceObject]) -> Any:
         if type(value) is not Skeleton:
             return value
 
-        def array(item: Any) -> Any:
-            return self._book.array(memories[item.unit], item.recipe) if type(item) is Leaf else item
+        def build(item: Any) -> Any:
+            if type(item) is Leaf:
+                memory = memories[item.unit]
+                if isinstance(memory, DeviceObject):
+                    return memory.value
+                assert item.recipe is not None
+                return self._book.array(memory, item.recipe)
+            return self._put_together(item, memories) if type(item) is Composite else item
 
-        return replace(value.tree, array)
+        return replace(value.tree, build)
+
+    def _put_together(self, composite: Composite, memories: Mapping[Hashable, Any]) -> Any:
+        value = composite.value
+        if value is None:
+            assert self._families is not None
+            frames = [
+                self._registry.rebuild(frame.recipe, memories[frame.unit].allocation)
+                if type(frame) is Leaf and frame.recipe is not None
+                else frame
+                for frame in composite.frames
+            ]
+            value = self._book.remember(composite, composite.put_together(self._families, frames))
+        return value
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -332,9 +440,26 @@ class DeviceTier:
         """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
         found: dict[Any, int] = {}
 
+        def note(described: ArrayDescription) -> None:
+            if not self._book.knows(described.identity):
+                found[described.identity] = described.identity.nbytes
+
+        externals, families = external_types(), self._families
+
         def look(item: Any) -> Any:
+            if externals and isinstance(item, externals):
+                return item
+            if families is not None and self._registry.adapter(type(item)) is None and families.takes_apart(type(item)):
+                if not self._book.knows_composite(item):
+                    taken = self._take_apart(item, families)
+                    for _, frame in () if taken is None else taken[1]:
+                        if frame is not None:
+                            note(frame)
+                return item
             described = self._describe(item)
-            if described is not None and described.recipe is not None and not self._book.knows(described.identity):
+            if described is not None and described.recipe is not None:
+                note(described)
+            elif described is not None and families is not None and not self._book.knows_object(item):
                 found[described.identity] = described.identity.nbytes
             return item
 
@@ -390,6 +515,7 @@ class DeviceTier:
             reserved_nbytes=statistics.reserved_nbytes,
             spilled_nbytes=statistics.spilled_nbytes,
             lingering_nbytes=statistics.offset_nbytes,
+            estimated_nbytes=self._book.estimated_nbytes,
             spills=statistics.spills,
             restores=statistics.restores,
             out_of_memory=self._guard.calls,
@@ -416,7 +542,7 @@ class DeviceTier:
             memory = self.manager.peek(key)
             if memory is not None:
                 assert memory.unit is key
-                assert memory.allocation.nbytes == key.nbytes == self.manager.nbytes(key)
+                assert memory.identity.nbytes == key.nbytes == self.manager.nbytes(key)
                 assert self._book.identified(memory), f"{key} is on the device and not known there"
 
     def close(self) -> None:
@@ -438,6 +564,21 @@ def _named(error: DataLostError, values: Mapping[Hashable, Any]) -> DataLostErro
     return error
 
 
+def _cut_loose(error: BaseException | None) -> None:
+    """Take the tracebacks off an error: they refer to the value, and dask's errors to themselves."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _frame_recipe(found: ArrayDescription) -> Recipe:
+    """Return how to build a frame: as what it was, or as anything that has the array interface."""
+    if found.recipe is not None:
+        return found.recipe
+    low, _ = found.layout.span
+    return Recipe("interface", replace_fields(found.layout, offset=-low))
+
+
 def _sizeof(value: object) -> int:
-    assert isinstance(value, DeviceMemory)
+    assert isinstance(value, DeviceMemory | DeviceObject)
     return value.unit.nbytes

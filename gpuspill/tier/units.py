@@ -44,22 +44,25 @@ class Unit(Internal):
     ----------
     nbytes
         Size in bytes.
+    estimated
+        Whether the size is what an object claims that nobody knows.
     references
         How many skeletons have it. Once none has, it is gone for good.
     arrays
-        The arrays on it that are somewhere in use.
+        The arrays on it that are somewhere in use, by what builds them: recipes, and composites.
     users
         The keys of which the device's manager knows when they are needed next.
     """
 
-    __slots__ = ("arrays", "nbytes", "references", "users")
+    __slots__ = ("arrays", "estimated", "nbytes", "references", "users")
 
-    def __init__(self, number: int, nbytes: int) -> None:
+    def __init__(self, number: int, nbytes: int, *, estimated: bool = False) -> None:
         super().__init__(number)
         self.nbytes = nbytes
+        self.estimated = estimated
         self.references = 0
         self.users: set[Any] = set()
-        self.arrays: dict[Recipe, weakref.ref[Any]] = {}
+        self.arrays: dict[Any, weakref.ref[Any]] = {}
 
     @property
     def in_use(self) -> bool:
@@ -109,11 +112,14 @@ class DeviceMemory:
 
 
 class Leaf:
-    """Stands for an array in a skeleton. No dataclass: a walk would look into it."""
+    """Stands for an array in a skeleton, or, without a recipe, for an opaque object.
+
+    No dataclass: a walk would look into it.
+    """
 
     __slots__ = ("recipe", "unit")
 
-    def __init__(self, unit: Unit, recipe: Recipe) -> None:
+    def __init__(self, unit: Unit, recipe: Recipe | None) -> None:
         self.unit = unit
         self.recipe = recipe
 
