@@ -76,6 +76,9 @@ class Statistics:
         distributed itself takes.
     records_reclaimed
         Clean copies given up to make room within the disk limit.
+    estimated_nbytes
+        Bytes of values of types for which nobody registered a size, wherever they are: what they claim by their array
+        interface or ``nbytes``.
     device_limit
         Bytes of values to keep on the device; None for no limit or no device. What left the device counts as a value
         in host memory or on disk.
@@ -87,6 +90,8 @@ class Statistics:
         Bytes of values of the device that are not on it.
     device_lingering_nbytes
         Bytes that are still on the device because somebody has a view on what left.
+    device_external_nbytes
+        Bytes of values that are left alone because their library moves them by itself (cuDF with its spilling on).
     device_spills, device_restores
         Moves from the device, and back, so far.
     device_out_of_memory
@@ -131,11 +136,13 @@ class Statistics:
     raw_nbytes: int
     loop_io: int
     records_reclaimed: int
+    estimated_nbytes: int = 0
     device_limit: int | None = None
     device_nbytes: int = 0
     device_pinned_nbytes: int = 0
     device_spilled_nbytes: int = 0
     device_lingering_nbytes: int = 0
+    device_external_nbytes: int = 0
     device_spills: int = 0
     device_restores: int = 0
     device_out_of_memory: int = 0

@@ -6,7 +6,6 @@ from typing import Any
 
 import dask.config
 from distributed.protocol.compression import compressions
-from distributed.sizeof import safe_sizeof
 
 from gpuspill.buffers import BufferPool
 from gpuspill.config import Settings
@@ -15,6 +14,7 @@ from gpuspill.distributed.devices import device_limit, find_device
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.serialization import DaskSerializer, DeviceFamilies
+from gpuspill.distributed.sizes import measure
 from gpuspill.manager import ProxifyManager
 from gpuspill.storage.base import Store
 from gpuspill.storage.codecs import CodecChooser
@@ -66,7 +66,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
         limit=None,
         store=records,
         serializer=DaskSerializer(),
-        sizeof=safe_sizeof,
+        sizeof=measure,
         allocate=pool.allocate,
         observer=observe,
         keep_clean=settings.clean_copies,

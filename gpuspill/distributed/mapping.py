@@ -30,8 +30,10 @@ from typing import Any, Literal, NamedTuple
 from gpuspill.buffers import BufferPool
 from gpuspill.config import Settings
 from gpuspill.core.residency import Tier
+from gpuspill.device.external import external_types
 from gpuspill.distributed.adopt import AdoptingStore
 from gpuspill.distributed.metrics import Metrics
+from gpuspill.distributed.sizes import Noted, claimed_nbytes, external_nbytes, measure
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire
 from gpuspill.errors import DataLostError
@@ -128,6 +130,8 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.metrics = Metrics() if metrics is None else metrics
         self.has_lost_values = False
         self._warn_after = 0.0
+        self._estimated = Noted()
+        self._external = Noted()
 
     # -- mapping -----------------------------------------------------------------------------------
 
@@ -142,16 +146,27 @@ class SpillStore(MutableMapping[Hashable, object]):
             # Whoever is sent it has to get something else in its place, which nobody would notice in a record.
             self.manager.store(key, value, 0, spillable=False)
             return
-        nbytes = None if self.nbytes_of is None else self.nbytes_of(key)
+        claimed = claimed_nbytes(value)
+        self._estimated.note(key, claimed)
+        nbytes = claimed
+        if claimed is None and self.nbytes_of is not None:
+            nbytes = self.nbytes_of(key)
+        externals = external_types()
+        external = external_nbytes(value, externals) if externals else None
+        self._external.note(key, external)
+        if external is not None:
+            # It is not in our hands: nothing of it can be evicted, and nothing of it is in the host's memory.
+            nbytes = max(0, (measure(value) if nbytes is None else nbytes) - external)
         if self.tier is not None:
             # The worker's size is that of the whole value; what is on the device is counted there.
             skeleton = self.tier.proxify(value, key)
             if skeleton is not value:
+                self._estimated.note(key, None)
                 self.manager.store(key, skeleton, self.tier.host_nbytes(skeleton, nbytes), spillable=False)
                 self.tier.expect_use(skeleton, self.manager.next_use(key), key)
                 self.tier.settle()
                 return
-        self.manager.store(key, value, nbytes)
+        self.manager.store(key, value, nbytes, spillable=external is None)
         if self.tier is not None:
             self.tier.settle()
 
@@ -194,6 +209,8 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def __delitem__(self, key: Hashable) -> None:
         self.manager.discard(key)
+        self._estimated.note(key, None)
+        self._external.note(key, None)
         if self.tier is not None:
             self.tier.settle()
 
@@ -351,7 +368,11 @@ class SpillStore(MutableMapping[Hashable, object]):
         """Return a snapshot of every number. O(1)."""
         if self._unparked:
             self._give_up_parked()
-        found = self.manager.statistics()
+        found = replace(
+            self.manager.statistics(),
+            estimated_nbytes=self._estimated.total,
+            device_external_nbytes=self._external.total,
+        )
         if self.tier is None:
             return found
         device = self.tier.statistics()
@@ -359,6 +380,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             found,
             loop_io=found.loop_io + device.loop_io,
             unspillable=max(0, found.unspillable - self.tier.skeletons),
+            estimated_nbytes=found.estimated_nbytes + device.estimated_nbytes,
             device_limit=device.limit,
             device_nbytes=device.device_nbytes,
             device_pinned_nbytes=device.pinned_nbytes,

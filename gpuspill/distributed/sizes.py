@@ -1,0 +1,64 @@
+"""What is not known of the sizes of values: types that nobody registered, and memory that others manage."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import suppress
+from typing import Any
+
+from dask.sizeof import sizeof, sizeof_default
+from distributed.sizeof import safe_sizeof
+
+from gpuspill.device.arrays import estimated_nbytes
+from gpuspill.walk import replace
+
+__all__ = ["Noted", "claimed_nbytes", "external_nbytes", "measure"]
+
+
+def claimed_nbytes(value: object) -> int | None:
+    """Return the size that an object claims, in bytes, if dask knows no size for its type; else None. Never raises.
+
+    What dask says of such types is ``sys.getsizeof``, which knows nothing of memory elsewhere.
+    """
+    if sizeof.dispatch(type(value)) is not sizeof_default:  # type: ignore[no-untyped-call]
+        return None
+    return estimated_nbytes(value)
+
+
+def measure(value: object) -> int:
+    """Return the size of a value in bytes, whether dask knows its type or not. Never raises."""
+    claimed = claimed_nbytes(value)
+    return safe_sizeof(value) if claimed is None else claimed
+
+
+def external_nbytes(value: object, types: tuple[type, ...]) -> int | None:
+    """Return the bytes of the objects in a value that are of some types, each once; None if there is none."""
+    found: dict[int, int] = {}
+
+    def look(item: Any) -> Any:
+        if isinstance(item, types):
+            found[id(item)] = measure(item)
+        return item
+
+    with suppress(Exception):  # what its own types do when they are looked into is not ours
+        replace(value, look)
+    return sum(found.values()) if found else None
+
+
+class Noted:
+    """Bytes noted for some keys. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._nbytes: dict[Hashable, int] = {}
+
+    def note(self, key: Hashable, nbytes: int | None) -> None:
+        """Note something for a key, or nothing any more."""
+        if nbytes is not None:
+            self._nbytes[key] = nbytes
+        elif self._nbytes:
+            self._nbytes.pop(key, None)
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(list(self._nbytes.values())) if self._nbytes else 0

@@ -1,0 +1,124 @@
+"""Sizes of what nobody registered, and of what others manage."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+from dask.sizeof import sizeof
+
+from gpuspill import simulated
+from gpuspill.config import Settings
+from gpuspill.distributed.factory import build_store
+from gpuspill.simulated import ManualClock, SimulatedDevice, asarray
+
+
+class Unknown:
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+
+class Interface:
+    __cuda_array_interface__ = types.MappingProxyType(
+        {"version": 3, "data": (0x1000, False), "shape": (100, 4), "typestr": "<f8", "strides": (64, 8)}
+    )
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = build_store(Settings(), str(tmp_path))
+    # What a worker measures before: Python's own size of an object, for a type that dask does not know.
+    store.nbytes_of = lambda key: 56
+    yield store
+    store.manager.validate()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [(Unknown(10_000), 10_000), (Interface(), 99 * 64 + 32), (Unknown("many"), 56), (object(), 56), (b"12", 56)],
+)
+def test_a_type_that_nobody_knows_is_sized_by_what_it_claims(store, value, nbytes):
+    store["x"] = value
+    assert store.manager.nbytes("x") == store.statistics().host_nbytes == nbytes
+    estimated = nbytes if nbytes != 56 else 0
+    assert store.statistics().estimated_nbytes == estimated
+    del store["x"]
+    assert store.statistics().estimated_nbytes == 0
+
+
+def test_what_takes_the_place_of_an_estimate(store):
+    store["x"] = Unknown(10_000)
+    store["x"] = np.ones(3)
+    assert store.statistics().estimated_nbytes == 0
+    with pytest.raises(KeyError):
+        del store["y"]
+
+
+def test_a_registered_size_is_believed(store):
+    class Registered(Unknown):
+        pass
+
+    sizeof.register(Registered, lambda value: 123)
+    store.nbytes_of = None
+    store["x"] = Registered(10_000)
+    assert store.manager.nbytes("x") == 123
+    assert store.statistics().estimated_nbytes == 0
+
+
+@pytest.fixture
+def cudf(monkeypatch):
+    """cuDF's public names, with its spilling on."""
+    module = types.ModuleType("cudf")
+    options = {"spill": True}
+    module.get_option, module.set_option = options.__getitem__, options.__setitem__
+
+    class DataFrame:
+        nbytes = 4000
+
+        def __reduce__(self):
+            raise AssertionError("left alone")
+
+    module.DataFrame = DataFrame
+    module.Series = module.Index = type("Series", (), {})
+    sizeof.register(DataFrame, lambda frame: frame.nbytes)
+    monkeypatch.setitem(sys.modules, "cudf", module)
+    return module
+
+
+def test_what_cudf_spills_by_itself_is_external(store, cudf):
+    frame = cudf.DataFrame()
+    store.nbytes_of = {"x": 4000, "y": 4100, "z": 24}.get
+    store["x"] = frame
+    store["y"] = {"frames": [frame, frame], "more": b"text"}
+    store["z"] = np.ones(3)
+    statistics = store.statistics()
+    assert statistics.device_external_nbytes == 8000
+    assert statistics.host_nbytes == 0 + 100 + 24
+    store.manager.evict_all()
+    assert store.manager.is_resident("x")
+    assert store.manager.is_resident("y")
+    assert not store.manager.is_resident("z")
+    assert store["x"] is frame
+    store["x"] = 1
+    del store["y"]
+    assert store.statistics().device_external_nbytes == 0
+
+
+def test_with_its_spilling_off_cudf_is_like_any_other(store, cudf):
+    cudf.set_option("spill", False)
+    store.nbytes_of = None
+    store["x"] = cudf.DataFrame()
+    statistics = store.statistics()
+    assert (statistics.device_external_nbytes, statistics.host_nbytes) == (0, 4000)
+
+
+def test_beside_values_on_a_device(tmp_path, cudf):
+    device = SimulatedDevice(1 << 16, clock=ManualClock())
+    with simulated.use(device):
+        store = build_store(Settings.load(device="simulated"), str(tmp_path))
+        store["x"] = [cudf.DataFrame(), asarray(np.ones(10))]
+        statistics = store.statistics()
+        assert statistics.device_external_nbytes == 4000
+        assert statistics.device_nbytes == 80
+        store.close()
