@@ -20,6 +20,7 @@ from gpuspill.core.ledger import Entry
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import SizeModel
+from gpuspill.device.host import SharedMemory
 from gpuspill.engine import Engine
 from gpuspill.errors import ManagerClosed
 from gpuspill.metadata import Metadata
@@ -33,6 +34,9 @@ from gpuspill.spilling import Spiller
 from gpuspill.storage.base import Receipt, Store
 
 __all__ = ["ProxifyManager"]
+
+#: What a value is charged, at least, that consists of views on memory that is charged by itself.
+VIEW_NBYTES = 128
 
 
 class ProxifyManager:
@@ -54,6 +58,9 @@ class ProxifyManager:
         Gives the buffer that a record is read into.
     observer
         Told about I/O and hits.
+    shared
+        ``shared(value)`` tells which memory a value keeps alive that others may keep alive too: that is charged once,
+        for as long as one of them is in memory.
     custody
         Knows values that stand for memory elsewhere; their sizes are taken as exact.
     keep_clean
@@ -84,6 +91,7 @@ class ProxifyManager:
         disk_limit: int | None = None,
         allocate: Callable[[int], memoryview] | None = None,
         observer: Observer | None = None,
+        shared: Callable[[object], SharedMemory | None] | None = None,
         custody: Custody | None = None,
         keep_clean: bool = True,
         spill_threads: int = 1,
@@ -98,6 +106,7 @@ class ProxifyManager:
         self._labels: dict[Hashable, Admission] = {}
         self._sizes = SizeModel()
         self._sizeof = sizeof
+        self._shared = shared
         self._store = store
         self._observer = observer
         self._spiller = Spiller(
@@ -128,6 +137,7 @@ class ProxifyManager:
         """
         if nbytes is None:
             nbytes = self._sizeof(value)
+        shared = None if self._shared is None else self._shared(value)
         slots = self._metadata.slots
         with self._metadata as state:
             if self._metadata.nested:
@@ -143,17 +153,41 @@ class ProxifyManager:
                 before = self._ledger.keys.get(key)
                 again = before is not None and before.pid == pid
                 state.alias(key, pid)
-                if state.ledger.entries[pid].residency.state is State.SPILLED:
-                    # It was evicted while somebody held it: here it is again, and nothing has to be read.
-                    state.begin_restore(pid)
-                    slots.attach(pid, value)
-                    state.complete_restore(pid)
+                self._take_up(pid, value)
                 if again:
                     state.renew(pid)
             else:
-                pid = state.insert(key, self._sizes.estimate(type(value), nbytes), spillable=spillable)
+                size = self._sizes.estimate(type(value), nbytes)
+                if shared is None:
+                    pid = state.insert(key, size, spillable=spillable)
+                else:
+                    hash(key)  # raises before anything is charged
+                    parts = tuple(dict.fromkeys(self._part(key, owner, size) for owner, size in shared.owners))
+                    own = max(VIEW_NBYTES, nbytes - shared.covered)
+                    pid = state.insert(key, own, spillable=spillable, parts=parts, apart_nbytes=size)
                 slots[pid] = Slot(key, value, nbytes)
                 slots.by_id[id(value)] = pid
+
+    def _part(self, key: Hashable, owner: object, nbytes: int) -> int:
+        """Under the lock: return the proxy of memory that a value keeps alive, which is thereby in memory."""
+        state, slots = self._metadata.state, self._metadata.slots
+        pid = slots.find(owner)
+        if pid is not None:
+            self._take_up(pid, owner)
+            if state.ledger.entries[pid].residency.resident:
+                return pid
+        pid = state.insert_part(nbytes)
+        slots[pid] = Slot(key, owner, nbytes)
+        slots.by_id[id(owner)] = pid
+        return pid
+
+    def _take_up(self, pid: int, value: object) -> None:
+        """Under the lock: a value that was evicted while somebody held it is here again, and nothing has to be read."""
+        state = self._metadata.state
+        if state.ledger.entries[pid].residency.state is State.SPILLED:
+            state.begin_restore(pid)
+            self._metadata.slots.attach(pid, value)
+            state.complete_restore(pid)
 
     def store_encoded(self, key: Hashable, encoded: Encoded) -> None:
         """Put a value that came as bytes in memory under `key`; it is decoded when somebody needs it, if ever.
@@ -225,8 +259,12 @@ class ProxifyManager:
         return Tier.HOST if self._ledger.keys[key].residency.resident else Tier.DISK
 
     def nbytes(self, key: Hashable) -> int:
-        """Bytes the value of `key` takes in memory, wherever it is. KeyError if unknown."""
-        return self._ledger.keys[key].nbytes
+        """Bytes the value of `key` takes in memory, wherever it is. KeyError if unknown.
+
+        Memory that it shares is not counted, but its view of it is.
+        """
+        entry = self._ledger.keys[key]
+        return entry.apart_nbytes if entry.parts else entry.nbytes
 
     def peek(self, key: Hashable, default: Any = None) -> Any:
         """Return the value of `key` if it is in memory, else `default`. Never does I/O; counts as a use."""

@@ -154,27 +154,33 @@ class Metadata:
             if engine is not None:
                 engine.wake()
         if self.promptly:
-            self._finish(values, receipts)
+            self._finish(values, receipts, [])
             receipts, nbytes = [], 0
         for admission in granted:
             admission.fulfil()
+        loosened = effects.loosened
         if receipts or nbytes > _REAP_NBYTES:
-            self._let_go(values, receipts)
+            self._let_go(values, receipts, loosened)
+        elif loosened:
+            self._finish(values, receipts, loosened)
         for action in deferred:
             try:
                 action()
             except Exception:
                 logger.exception("what a finaliser asked for failed")
 
-    def _let_go(self, values: list[object], receipts: list[Receipt]) -> None:
+    def _let_go(self, values: list[object], receipts: list[Receipt], loosened: list[int]) -> None:
         engine = self.engine
         if engine is None or self.closed or engine.spilling_here:
             # A spill thread waits for the room on disk that the deleted records leave, so it deletes them itself.
-            self._finish(values, receipts)
+            self._finish(values, receipts, loosened)
         else:
-            engine.reap(partial(self._finish, values, receipts))
+            engine.reap(partial(self._finish, values, receipts, loosened))
 
-    def _finish(self, values: list[object], receipts: list[Receipt]) -> None:
+    def _finish(self, values: list[object], receipts: list[Receipt], loosened: list[int]) -> None:
         values.clear()
+        if loosened:
+            with self as state:
+                state.loosen(loosened)
         for receipt in receipts:
             self._store.delete(receipt)

@@ -23,7 +23,7 @@ class Statistics:
     disk_limit
         Bytes of records to keep on disk; None for no limit.
     keys, values
-        Keys known, and distinct values behind them.
+        Keys known, and distinct values behind them. Memory that values only look at counts as one more.
     host_keys, disk_keys
         Values with a copy in memory; values that are on disk only. Those on their way back, and lost ones, are neither.
     host_nbytes

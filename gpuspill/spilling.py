@@ -64,6 +64,7 @@ class Spiller:
             now = metadata.clock()
             pid = state.next_spill()
             pause = float("inf")
+            loose = state.loose
             # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
             # are let go at this very point, and would wait for ever if there always were something to try.
             if pid is None and state.set_aside and state.memory.over():
@@ -75,7 +76,8 @@ class Spiller:
                 else:
                     pause = self._retry_at - now
         if pid is None:
-            return pause
+            # What was dropped may be gone by now, and what it kept in memory has become a candidate.
+            return None if loose and not metadata.state.loose else pause
         self.spill(pid)
         return None
 

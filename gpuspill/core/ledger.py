@@ -34,6 +34,17 @@ class Entry:
         It cannot be serialised and stays in memory for good.
     had_use
         A use of it was expected at some time (see the policy's first rule).
+    parts
+        Proxies of memory that the value keeps alive while it is in memory. That is charged to them, once, whatever the
+        number of values that have it.
+    apart_nbytes
+        Bytes that the value takes when it comes back from disk, with memory of its own. Only with parts.
+    owners
+        How many values have it as a part. While one has, evicting it would free nothing.
+    leaving
+        Bytes that its spill in flight is going to free.
+    loose
+        The last of them was let go, but is perhaps not gone yet.
     renewed
         The value was stored anew while it moved: the record, or what is being written, may hold what it was before.
     """
@@ -46,6 +57,11 @@ class Entry:
     unspillable: bool = False
     had_use: bool = False
     renewed: bool = False
+    parts: tuple[int, ...] = ()
+    apart_nbytes: int = 0
+    owners: int = 0
+    leaving: int = 0
+    loose: bool = False
 
 
 class Ledger:

@@ -20,7 +20,7 @@ What must happen outside after an event is collected in :class:`Effects`; the ca
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from gpuspill.core.budget import Budget, Kind, Reservation
@@ -46,15 +46,18 @@ class Effects:
         Reservations that were granted while they waited.
     forgotten
         Proxies that no longer exist.
+    loosened
+        Proxies of memory that no value has any more once what is dropped is gone; then :meth:`SpillState.loosen`.
     """
 
     dropped: list[int] = field(default_factory=list)
     deleted: list[int] = field(default_factory=list)
     granted: list[Reservation] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
+    loosened: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.dropped or self.deleted or self.granted or self.forgotten)
+        return bool(self.dropped or self.deleted or self.granted or self.forgotten or self.loosened)
 
 
 @dataclass(slots=True)
@@ -128,6 +131,7 @@ class SpillState:
         self._clean: dict[int, None] = {}  # in memory with a record, which could be reclaimed
         self._redundant_nbytes = 0  # bytes of these records
         self._spilling = 0
+        self._loose = 0
         self._effects = Effects()
         #: Kept up to date so that statistics need no scan.
         self.pinned_nbytes = 0
@@ -138,10 +142,41 @@ class SpillState:
 
     # -- ownership ---------------------------------------------------------------------------------
 
-    def insert(self, key: Hashable, nbytes: int, *, spillable: bool = True) -> int:
-        """A new value enters memory under `key`, replacing what the key held. Returns its proxy."""
+    def insert_part(self, nbytes: int) -> int:
+        """Memory enters that values keep alive. Returns its proxy, which :meth:`insert` must name at once."""
+        self.memory.used += nbytes
+        return self.ledger.create(nbytes).pid
+
+    def insert(
+        self, key: Hashable, nbytes: int, *, spillable: bool = True, parts: tuple[int, ...] = (), apart_nbytes: int = 0
+    ) -> int:
+        """A new value enters memory under `key`, replacing what the key held.
+
+        Parameters
+        ----------
+        key
+            Any hashable.
+        nbytes
+            Bytes to charge to it.
+        spillable
+            Whether it may leave memory.
+        parts
+            Proxies in memory of what it keeps alive, each once. They are no victims while it is in memory.
+        apart_nbytes
+            Bytes it takes when it comes back, which it does without them.
+
+        Returns
+        -------
+        int
+            Its proxy.
+        """
         hash(key)  # raises before anything is charged
         entry = self.ledger.create(nbytes)
+        if parts:
+            entry.parts, entry.apart_nbytes = parts, apart_nbytes
+            for pid in parts:
+                self.ledger.entries[pid].owners += 1
+                self._unlist(pid)
         entry.unspillable = not spillable
         self.unspillable += entry.unspillable
         self.memory.used += nbytes
@@ -195,6 +230,18 @@ class SpillState:
         self._release_if_unused(self.ledger.unbind(key))
         self._balance()
 
+    def loosen(self, pids: Iterable[int]) -> None:
+        """The values that had these parts are gone from memory: they count as any others, the first to go."""
+        for pid in pids:
+            entry = self.ledger.entries.get(pid)
+            if entry is None or not entry.loose:
+                continue
+            entry.loose = False
+            self._loose -= 1
+            if not entry.owners:
+                self._release_if_unused(entry)
+        self._balance()
+
     def find(self, key: Hashable) -> Entry:
         """Return the entry that `key` holds; KeyError if unknown."""
         return self.ledger.keys[key]
@@ -208,6 +255,8 @@ class SpillState:
     def pin(self, pid: int) -> None:
         """The value is in use: it is no victim until every pin is undone, and survives the deletion of its keys."""
         entry = self.ledger.entries[pid]
+        for part in entry.parts:
+            self.pin(part)
         entry.residency.pin()
         if entry.residency.pins == 1:
             if self._charged(entry):
@@ -220,6 +269,8 @@ class SpillState:
         """Undo one pin."""
         entry = self.ledger.entries[pid]
         entry.residency.unpin()
+        for part in entry.parts:
+            self.unpin(part)
         if not entry.residency.pins:
             if self._charged(entry):
                 self.pinned_nbytes -= entry.nbytes
@@ -281,7 +332,8 @@ class SpillState:
                 continue
             self._unlist(pid)
             entry.residency.begin(Tier.HOST, Tier.DISK)
-            self.memory.leaving += entry.nbytes
+            entry.leaving = entry.nbytes + sum(self._alone_nbytes(part) for part in entry.parts)
+            self.memory.leaving += entry.leaving
             self._spilling += 1
             return pid
         self._grant_waiting()
@@ -377,6 +429,9 @@ class SpillState:
     def correct_size(self, pid: int, nbytes: int) -> None:
         """The value turned out to take `nbytes` in memory."""
         entry = self.ledger.entries[pid]
+        if entry.parts:
+            entry.apart_nbytes = nbytes
+            return
         residency = entry.residency
         more = nbytes - entry.nbytes
         if self._charged(entry):
@@ -387,6 +442,7 @@ class SpillState:
             self.spilled_nbytes += more
         if residency.target == Tier.DISK:
             self.memory.leaving += more
+            entry.leaving += more
         entry.nbytes = nbytes
         self._balance()
 
@@ -570,6 +626,11 @@ class SpillState:
         return self.memory.excess() > 0 and bool(self.queue or self._held or self._blocked)
 
     @property
+    def loose(self) -> int:
+        """Number of parts that :meth:`loosen` has to be called for."""
+        return self._loose
+
+    @property
     def spilling(self) -> int:
         """Number of spills in flight."""
         return self._spilling
@@ -588,9 +649,16 @@ class SpillState:
         self.queue.validate(self._clean)
         self.ledger.validate(self.memory.used, self.disk.used)
         leaving = spilling = pinned = unspillable = spilled = spilled_nbytes = 0
+        owners: dict[int, int] = {}
         for pid, entry in self.ledger.entries.items():
             residency = entry.residency
-            assert entry.keys or residency.pins or residency.moving, f"unused proxy {entry}"
+            assert entry.keys or residency.pins or residency.moving or entry.owners or entry.loose, (
+                f"unused proxy {entry}"
+            )
+            assert not entry.parts or residency.resident, f"{entry} keeps memory alive and is not there"
+            for part in entry.parts:
+                owners[part] = owners.get(part, 0) + 1
+                assert self.ledger.entries[part].residency.resident, f"{entry} has a part that is not there"
             listed = [pid in self.queue, pid in self._held, pid in self._blocked]
             assert sum(listed) == int(self._eligible(entry)), (entry, listed)
             assert (pid in self._clean) == (residency.resident and residency.has(Tier.DISK)), entry
@@ -602,15 +670,18 @@ class SpillState:
                 spilled_nbytes += entry.nbytes
             if residency.target == Tier.DISK:
                 spilling += 1
-                leaving += entry.nbytes
+            leaving += entry.leaving
             if pid in self.queue and entry.keys:
                 assert self.queue.next_use(pid) == self._next_use(entry), entry
+        entries = self.ledger.entries.values()
+        assert owners == {entry.pid: entry.owners for entry in entries if entry.owners}
+        assert self._loose == sum(entry.loose for entry in entries)
         assert leaving == self.memory.leaving, (leaving, self.memory.leaving)
         assert spilling == self._spilling
         assert pinned == self.pinned_nbytes, (pinned, self.pinned_nbytes)
         assert unspillable == self.unspillable
         assert (spilled, spilled_nbytes) == (self.spilled, self.spilled_nbytes)
-        assert self.away == sum(not entry.residency.resident for entry in self.ledger.entries.values())
+        assert self.away == sum(not entry.residency.resident for entry in entries)
         for aside in (self._held, self._blocked, self._clean):
             assert aside.keys() <= self.ledger.entries.keys()
         assert set(self.queue) <= self.ledger.entries.keys()
@@ -632,6 +703,8 @@ class SpillState:
             residency.resident
             and not residency.pins
             and not residency.moving
+            and not entry.owners
+            and not entry.loose
             and (not entry.unspillable or residency.has(Tier.DISK))
         )
 
@@ -687,7 +760,7 @@ class SpillState:
             self._grant_waiting()
 
     def _can_free(self) -> bool:
-        return self._spilling > 0 or len(self.queue) > 0
+        return self._spilling > 0 or len(self.queue) > 0 or self._loose > 0
 
     def _grant_waiting(self) -> None:
         budget = self.memory
@@ -705,14 +778,30 @@ class SpillState:
         """Let go of a value in memory of which a record exists."""
         self._unlist(entry.pid)
         entry.residency.drop(Tier.HOST)
-        self.away += 1
-        self._count_spilled(entry, 1)
         self._forget_record(entry)
         self.memory.used -= entry.nbytes
         self._effects.dropped.append(entry.pid)
         if clean:
             self.counters.clean_drops += 1
             self.counters.clean_dropped_nbytes += entry.nbytes
+        if entry.parts:
+            self._let_go_of_parts(entry)
+            entry.nbytes = entry.apart_nbytes
+        self.away += 1
+        self._count_spilled(entry, 1)
+
+    def _let_go_of_parts(self, entry: Entry) -> None:
+        """The value is on its way out of memory, and with it what keeps its parts there."""
+        parts, entry.parts = entry.parts, ()
+        for pid in parts:
+            part = self.ledger.entries[pid]
+            part.owners -= 1
+            if not self._in_use(part):
+                self._release_if_unused(part)
+            elif not part.owners and not part.loose:
+                part.loose = True
+                self._loose += 1
+                self._effects.loosened.append(pid)
 
     def _keep_record(self, entry: Entry) -> None:
         """Note that the record of an entry is redundant from now on."""
@@ -749,7 +838,7 @@ class SpillState:
         if entry.keys:
             self._classify(entry)
             return
-        if residency.pins or residency.moving:
+        if self._in_use(entry):
             return
         self._unlist(entry.pid)
         self._forget_record(entry)
@@ -765,8 +854,15 @@ class SpillState:
             self._unblock(freed)
         self.unspillable -= entry.unspillable
         self.away -= not residency.resident
+        self._let_go_of_parts(entry)
         self.ledger.forget(entry)
         self._effects.forgotten.append(entry.pid)
+
+    @staticmethod
+    def _in_use(entry: Entry) -> bool:
+        """Whether a key, a pin, a move or another value needs the entry."""
+        residency = entry.residency
+        return bool(entry.keys or residency.pins or residency.moving or entry.owners or entry.loose)
 
     def _unblock(self, nbytes: int) -> None:
         """The disk has room for `nbytes` more: what failed for lack of it, and may fit now, is tried again.
@@ -798,8 +894,14 @@ class SpillState:
         self.spilled_nbytes += sign * entry.nbytes
 
     def _end_spill(self, entry: Entry) -> None:
-        self.memory.leaving -= entry.nbytes
+        self.memory.leaving -= entry.leaving
+        entry.leaving = 0
         self._spilling -= 1
+
+    def _alone_nbytes(self, pid: int) -> int:
+        """Bytes of a part that goes with the one value that has it."""
+        part = self.ledger.entries[pid]
+        return part.nbytes if part.owners == 1 and not part.keys and not part.residency.pins else 0
 
     def _spilling_entry(self, pid: int) -> Entry:
         entry = self.ledger.entries[pid]

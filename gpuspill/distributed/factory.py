@@ -9,6 +9,7 @@ from distributed.protocol.compression import compressions
 
 from gpuspill.buffers import BufferPool
 from gpuspill.config import Settings
+from gpuspill.device.host import shared_memory
 from gpuspill.distributed.adopt import AdoptingStore
 from gpuspill.distributed.devices import device_limit, find_device
 from gpuspill.distributed.mapping import SpillStore
@@ -69,6 +70,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
         sizeof=measure,
         allocate=pool.allocate,
         observer=observe,
+        shared=shared_memory,
         keep_clean=settings.clean_copies,
         spill_threads=settings.spill_threads,
         restore_threads=settings.restore_threads,

@@ -78,6 +78,12 @@ class DaskSerializer:
             header, frames = pickle_dumps(value)  # type: ignore[no-untyped-call]
         else:
             header, frames = serialize(value, serializers=self._families, on_error="raise")
+            about = header.get("sub-header")
+            if isinstance(about, dict) and "writeable" in about:
+                # Of an array with gaps dask takes the flag of the copy that it makes.
+                writeable = getattr(getattr(value, "flags", None), "writeable", None)
+                if isinstance(writeable, bool):
+                    about["writeable"] = [writeable]
         packed: bytes = msgpack.packb(header, use_bin_type=True)
         return Serialized(packed, [_flat(frame) for frame in frames])
 

@@ -1,0 +1,222 @@
+"""Host memory that several values look at: charged once, for as long as one of them keeps it there."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from gpuspill.core.residency import State
+from gpuspill.device.host import SMALL_NBYTES, shared_memory
+from gpuspill.distributed.serialization import DaskSerializer
+from gpuspill.manager import VIEW_NBYTES
+from gpuspill.testing.managers import Bench
+
+N = 10_000
+NBYTES = 8 * N
+
+
+def sizeof(value):
+    if isinstance(value, dict):
+        return sum(map(sizeof, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(sizeof, value))
+    return getattr(value, "nbytes", 100)
+
+
+@pytest.fixture
+def kit():
+    kit = Bench(serializer=DaskSerializer(), shared=shared_memory, sizeof=sizeof)
+    yield kit
+    for key in list(kit.manager):
+        kit.manager.discard(key)
+    kit.idle()
+    statistics = kit.manager.statistics()
+    assert (statistics.host_nbytes, statistics.values, statistics.pinned_nbytes) == (0, 0, 0)
+    kit.close()
+
+
+def base():
+    return np.arange(float(N))
+
+
+def test_a_view_is_charged_for_what_it_keeps_alive(kit):
+    kit.manager.store("v", base()[:10])
+    assert kit.manager.memory_total() == NBYTES + VIEW_NBYTES
+    assert kit.manager.nbytes("v") == 80
+    kit.spill("v")
+    assert kit.manager.memory_total() == 0
+    assert kit.store.statistics().payload_nbytes == 80  # written as itself, not with its base
+    np.testing.assert_array_equal(kit.manager.get("v"), base()[:10])
+    assert kit.manager.memory_total() == 80
+
+
+@pytest.mark.parametrize("first", ["base", "views", "container"])
+def test_everything_on_one_base_counts_once(kit, first):
+    x = base()
+    stores = {
+        "base": lambda: kit.manager.store("x", x),
+        "views": lambda: [kit.manager.store(i, x[i:]) for i in range(3)],
+        "container": lambda: kit.manager.store("c", {"all": x, "some": [x[3:], (x[::-1],)]}),
+    }
+    for name in [first, *(set(stores) - {first})]:
+        stores[name]()
+        kit.manager.validate()
+    assert NBYTES <= kit.manager.memory_total() <= NBYTES + 4 * VIEW_NBYTES
+    for key in list(kit.manager):
+        assert kit.manager.memory_total() >= NBYTES
+        kit.manager.discard(key)
+        kit.manager.validate()
+        kit.engine.reap_all()
+    assert kit.manager.memory_total() == 0
+
+
+def test_memory_goes_when_the_last_that_looks_at_it_goes(kit):
+    x = base()
+    ref = weakref.ref(x)
+    for i in range(3):
+        kit.manager.store(i, x[i:][:10])
+    del x
+    for i in range(3):
+        assert ref() is not None
+        assert kit.manager.memory_total() >= NBYTES
+        kit.spill(i)
+        kit.manager.validate()
+    assert ref() is None
+    assert kit.manager.memory_total() == 0
+
+
+def test_the_base_is_no_victim_while_a_view_is_in_memory(kit):
+    kit.manager.store("x", base())
+    kit.manager.store("v", kit.manager.get("x")[5:])
+    with kit.manager.pin(["v"]):
+        assert kit.manager.statistics().pinned_nbytes == NBYTES + VIEW_NBYTES
+        kit.manager.set_limit(0, None)
+        kit.engine.spill_all()
+        kit.manager.set_limit(None, None)
+        assert kit.state("x") is State.RESIDENT
+    kit.spill("x", "v")
+    assert kit.manager.memory_total() == 0
+    np.testing.assert_array_equal(kit.manager.get("v"), base()[5:])
+    np.testing.assert_array_equal(kit.manager.get("x"), base())
+
+
+def test_views_of_an_evicted_base_bring_it_back(kit):
+    kit.manager.store("x", base())
+    x = kit.manager.get("x")
+    while kit.manager.is_resident("x"):
+        kit.manager.set_limit(0, None)
+        kit.engine.spill_all()
+        kit.manager.set_limit(None, None)
+        kit.clock.advance(1)
+    kit.manager.store("v", x[5:])
+    assert kit.manager.get("x") is x
+    assert kit.manager.memory_total() == NBYTES + VIEW_NBYTES
+
+
+def test_only_as_much_is_evicted_as_is_needed(kit):
+    for i in range(4):
+        kit.manager.store(i, base()[:-1])
+    kit.manager.set_limit(3 * (NBYTES + VIEW_NBYTES), None)
+    kit.engine.spill_all()
+    assert [kit.manager.is_resident(i) for i in range(4)] == [False, True, True, True]
+    with kit.manager.reserve(NBYTES) as room:
+        kit.engine.spill_all()
+        assert room.granted
+        assert not room.overrun
+    assert [kit.manager.is_resident(i) for i in range(4)] == [False, False, True, True]
+
+
+def test_who_waits_for_room_gets_that_of_the_base(kit):
+    kit.manager.store("x", base())
+    for i in range(2):
+        kit.manager.store(i, kit.manager.get("x")[i:][:10])
+    kit.spill(0, 1)
+    for i in range(2):
+        kit.manager.get(i)
+    for i in range(2, 4):
+        kit.manager.store(i, kit.manager.get("x")[i:][:10])
+    kit.manager.set_limit(NBYTES + 1000, None)
+    with kit.manager.reserve(NBYTES) as room:
+        assert not room.granted
+        kit.engine.spill_all()
+        assert room.granted
+        assert not room.overrun
+    assert not kit.manager.is_resident("x")
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[::-1],
+        lambda x: x[::7],
+        lambda x: x.reshape(100, 100).T,
+        lambda x: x.reshape(100, 100)[3:50, ::-2],
+        lambda x: x.view("i4")[1:],
+        lambda x: x.view("M8[s]")[5:],
+        lambda x: np.broadcast_to(x[:1], (5, 7)),
+    ],
+)
+@pytest.mark.parametrize("writeable", [True, False])
+def test_values_types_and_writeability_survive(kit, view, writeable):
+    value = view(base())
+    if not writeable:
+        value.flags.writeable = False
+    expected, writeable = value.copy(), value.flags.writeable
+    kit.manager.store("v", value)
+    del value
+    gc.collect()
+    kit.spill("v")
+    found = kit.manager.get("v")
+    assert found.dtype == expected.dtype
+    assert found.flags.writeable == writeable
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        "text",
+        [],
+        [1, 2, "x"],
+        {"a": 1},
+        {1, 2},
+        np.ones(N),
+        np.ones(N)[: SMALL_NBYTES // 8 - 1].copy()[2:],
+        [np.ones(3), np.ones(3)[1:]],
+        [np.ones(N)] * 1000,
+        np.array([None] * N)[1:],
+        np.zeros(N, [("a", "f8")])[1:],
+        np.frombuffer(bytes(NBYTES)),
+        np.ones((100, 100)).view(np.matrix)[1:],
+    ],
+)
+def test_what_shares_nothing_is_stored_untouched(kit, value):
+    assert shared_memory(value) is None
+    kit.manager.store("x", value, 100)
+    assert kit.manager.get("x") is value
+    assert kit.manager.statistics().values == 1
+    assert kit.manager.memory_total() == 100
+
+
+def test_a_container_is_the_same_object_while_it_is_in_memory(kit):
+    value = [base(), {"x": base()[1:]}]
+    kit.manager.store("c", value)
+    assert kit.manager.get("c") is value
+    assert kit.manager.memory_total() == 2 * NBYTES + VIEW_NBYTES
+    del value
+    kit.spill("c")
+    assert kit.manager.memory_total() == 0
+    found = kit.manager.get("c")
+    np.testing.assert_array_equal(found[1]["x"], base()[1:])
+    assert kit.manager.memory_total() == 2 * NBYTES - 8
+
+
+def test_a_container_that_contains_itself(kit):
+    value = [base()]
+    value.append(value)
+    kit.manager.store("c", value, NBYTES)
+    assert kit.manager.memory_total() == NBYTES + VIEW_NBYTES
+    kit.manager.discard("c")
+    value.clear()
