@@ -116,7 +116,16 @@ class ProxifyManager:
             self._spiller.step, spill_threads=spill_threads, restore_threads=restore_threads, name=name
         )
         self._metadata.engine = self._engine
-        self._restorer = Restorer(self._metadata, self._engine, store, serializer, allocate=allocate, observer=observer)
+        self._restorer = Restorer(
+            self._metadata,
+            self._engine,
+            store,
+            serializer,
+            allocate=allocate,
+            observer=observer,
+            shared=shared,
+            divide=self._divide,
+        )
 
     # -- by key: never blocks ------------------------------------------------------------------------
 
@@ -153,7 +162,7 @@ class ProxifyManager:
                 before = self._ledger.keys.get(key)
                 again = before is not None and before.pid == pid
                 state.alias(key, pid)
-                self._take_up(pid, value)
+                self._take_up(pid, value, shared)
                 if again:
                     state.renew(pid)
             else:
@@ -162,11 +171,20 @@ class ProxifyManager:
                     pid = state.insert(key, size, spillable=spillable)
                 else:
                     hash(key)  # raises before anything is charged
-                    parts = tuple(dict.fromkeys(self._part(key, owner, size) for owner, size in shared.owners))
                     own = max(VIEW_NBYTES, nbytes - shared.covered)
-                    pid = state.insert(key, own, spillable=spillable, parts=parts, apart_nbytes=size)
+                    pid = state.insert(key, own, spillable=spillable, parts=self._parts(key, shared), apart_nbytes=size)
                 slots[pid] = Slot(key, value, nbytes)
                 slots.by_id[id(value)] = pid
+
+    def _parts(self, key: Hashable, shared: SharedMemory) -> tuple[int, ...]:
+        """Under the lock: return the proxies of what a value keeps alive."""
+        return tuple(dict.fromkeys(self._part(key, owner, nbytes) for owner, nbytes in shared.owners))
+
+    def _divide(self, pid: int, shared: SharedMemory) -> None:
+        """Under the lock: a value without parts is in memory; charge what it keeps alive there by itself."""
+        entry = self._ledger.entries[pid]
+        own = max(VIEW_NBYTES, entry.nbytes - shared.covered)
+        self._metadata.state.divide(pid, own, self._parts(self._metadata.slots[pid].key, shared))
 
     def _part(self, key: Hashable, owner: object, nbytes: int) -> int:
         """Under the lock: return the proxy of memory that a value keeps alive, which is thereby in memory."""
@@ -181,13 +199,15 @@ class ProxifyManager:
         slots.by_id[id(owner)] = pid
         return pid
 
-    def _take_up(self, pid: int, value: object) -> None:
+    def _take_up(self, pid: int, value: object, shared: SharedMemory | None = None) -> None:
         """Under the lock: a value that was evicted while somebody held it is here again, and nothing has to be read."""
         state = self._metadata.state
         if state.ledger.entries[pid].residency.state is State.SPILLED:
             state.begin_restore(pid)
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
+            if shared is not None and state.ledger.entries[pid].residency.resident:
+                self._divide(pid, shared)
 
     def store_encoded(self, key: Hashable, encoded: Encoded) -> None:
         """Put a value that came as bytes in memory under `key`; it is decoded when somebody needs it, if ever.

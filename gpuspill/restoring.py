@@ -17,6 +17,7 @@ from typing import Any
 
 from gpuspill.admission import Admission
 from gpuspill.core.ledger import Entry
+from gpuspill.device.host import SharedMemory
 from gpuspill.engine import Engine
 from gpuspill.errors import DataLostError, ManagerClosed, StorageError
 from gpuspill.metadata import Metadata
@@ -40,6 +41,8 @@ class Restorer:
         Gives the buffer that a record is read into.
     observer
         Told about I/O.
+    shared, divide
+        Tell which memory a value keeps alive, and charge it by itself, under the lock; see the manager.
 
     Attributes
     ----------
@@ -60,7 +63,11 @@ class Restorer:
         *,
         allocate: Callable[[int], memoryview] | None,
         observer: Observer | None,
+        shared: Callable[[object], SharedMemory | None] | None = None,
+        divide: Callable[[int, SharedMemory], None] | None = None,
     ) -> None:
+        self._shared = shared
+        self._divide = divide
         self._metadata = metadata
         self._engine = engine
         self._store = store
@@ -289,12 +296,21 @@ class Restorer:
                 if not isinstance(error, Exception):
                     raise
                 return
+        shared = None if self._shared is None else self._shared(value)
         with self._metadata as state:
             future, slot.reader = slot.restoring, None
             assert future is not None
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
+            self._note_shared(pid, shared)
         future.set_result(value)
+
+    def _note_shared(self, pid: int, shared: SharedMemory | None) -> None:
+        """Under the lock: charge by itself what a value keeps alive that has just come back, if it is still there."""
+        if shared is not None and self._divide is not None:
+            entry = self._metadata.state.ledger.entries.get(pid)
+            if entry is not None and entry.residency.resident:
+                self._divide(pid, shared)
 
     def _decode(self, pid: int, encoded: Encoded) -> None:
         """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""
@@ -307,11 +323,13 @@ class Restorer:
         except BaseException as caught:
             error = caught
         seconds = clock() - start
+        shared = None if self._shared is None or error is not None else self._shared(value)
         with self._metadata as state:
             future, slot.restoring, slot.reader = slot.restoring, None, None
             assert future is not None
             if error is None:
                 self._metadata.slots.attach(pid, value)
+                self._note_shared(pid, shared)
             self._metadata.totals["deserialize"] += seconds
             state.unpin(pid)
         if error is not None:

@@ -242,6 +242,29 @@ class SpillState:
                 self._release_if_unused(entry)
         self._balance()
 
+    def divide(self, pid: int, nbytes: int, parts: tuple[int, ...]) -> None:
+        """A value that came back into memory turned out to keep memory alive that others may keep alive as well.
+
+        Parameters
+        ----------
+        pid
+            The proxy, in memory, without parts.
+        nbytes
+            Bytes to charge to it from now on.
+        parts
+            As for :meth:`insert`.
+        """
+        entry = self.ledger.entries[pid]
+        apart_nbytes = entry.nbytes
+        self._resize(entry, nbytes)
+        entry.parts, entry.apart_nbytes = parts, apart_nbytes
+        for part in parts:
+            self.ledger.entries[part].owners += 1
+            self._unlist(part)
+            for _ in range(entry.residency.pins):
+                self.pin(part)
+        self._balance()
+
     def find(self, key: Hashable) -> Entry:
         """Return the entry that `key` holds; KeyError if unknown."""
         return self.ledger.keys[key]
@@ -432,6 +455,10 @@ class SpillState:
         if entry.parts:
             entry.apart_nbytes = nbytes
             return
+        self._resize(entry, nbytes)
+        self._balance()
+
+    def _resize(self, entry: Entry, nbytes: int) -> None:
         residency = entry.residency
         more = nbytes - entry.nbytes
         if self._charged(entry):
@@ -444,7 +471,6 @@ class SpillState:
             self.memory.leaving += more
             entry.leaving += more
         entry.nbytes = nbytes
-        self._balance()
 
     def retry(self, count: int = 1000) -> None:
         """Consider again what was set aside: the outside world may have let go of it, or the disk may have room.

@@ -29,7 +29,7 @@ class SharedMemory(NamedTuple):
     owners
         The arrays whose memory it is, each once, and their sizes in bytes.
     covered
-        Bytes of the value that lie in them, as its size counts them.
+        Bytes of the value that lie in them, as its size counts them: an array that is in it twice, twice.
     """
 
     owners: list[tuple[Any, int]]
@@ -82,14 +82,12 @@ def _in_container(value: Any, minimum: int) -> SharedMemory | None:
     if ndarray is None or len(value) > _MANY:
         return None
     owners: dict[int, tuple[Any, int]] = {}
-    seen: set[int] = set()
     covered = 0
     for item in _leaves(value):
-        if type(item) is not ndarray or id(item) in seen or not _plain(item):
+        if type(item) is not ndarray or not _plain(item):
             continue
         owner = _owner(item, ndarray)
         if owner.nbytes >= minimum and _plain(owner):
-            seen.add(id(item))
             owners[id(owner)] = owner, owner.nbytes
             covered += item.nbytes
     return SharedMemory(list(owners.values()), covered) if owners else None
