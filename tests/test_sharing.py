@@ -249,3 +249,91 @@ def test_a_container_that_contains_itself(kit):
     assert kit.manager.memory_total() == NBYTES + VIEW_NBYTES
     kit.manager.discard("c")
     value.clear()
+
+
+MEANWHILE = {
+    "nothing": lambda manager, x: None,
+    "another view": lambda manager, x: manager.store("w", x()[5:]),
+    "the base": lambda manager, x: manager.store("x", x()),
+    "a container": lambda manager, x: manager.store("c", [x(), x()[7:]]),
+    "read": lambda manager, x: manager.peek("v"),
+    "stored again": lambda manager, x: manager.store("v", manager.peek("v")),
+    "overwritten": lambda manager, x: manager.store("v", np.ones(N)[3:]),
+    "deleted": lambda manager, x: manager.discard("v"),
+}
+
+
+@pytest.mark.parametrize("at", ["before", "after"])
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@pytest.mark.parametrize("keyed", [False, True])
+def test_in_the_middle_of_writing_a_view(kit, meanwhile, at, keyed):
+    manager = kit.manager
+    if keyed:
+        manager.store("x", base())
+        manager.store("v", manager.peek("x")[2:])
+    else:
+        manager.store("v", base()[2:])
+
+    def hook(operation, when):
+        if when == at:
+            kit.store.hook = lambda operation, when: None
+            MEANWHILE[meanwhile](manager, lambda: manager.look("v").base)
+            manager.validate()
+            assert manager.memory_total() >= NBYTES
+
+    kit.store.hook = hook
+    manager.set_limit(0, None)
+    kit.engine.spill_all()
+    kit.engine.reap_all()
+    manager.validate()
+    manager.set_limit(None, None)
+    kit.idle()
+    assert manager.memory_total() == 0
+    expected = {"x": base(), "v": base()[2:], "w": base()[5:]}
+    if meanwhile == "overwritten":
+        expected["v"] = np.ones(N)[3:]
+    for key in manager:
+        found = manager.get(key)
+        if key == "c":
+            np.testing.assert_array_equal(found[1], base()[7:])
+        else:
+            np.testing.assert_array_equal(found, expected[key])
+    manager.validate()
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "the base again", "overwritten", "deleted", "evicted"])
+def test_in_the_middle_of_reading_a_container(kit, meanwhile):
+    manager = kit.manager
+    manager.store("c", [base(), base()[1:]])
+    kit.spill("c")
+
+    def hook(operation, when):
+        kit.store.hook = lambda operation, when: None
+        if meanwhile == "overwritten":
+            manager.store("c", base()[1:])
+        elif meanwhile == "deleted":
+            manager.discard("c")
+        elif meanwhile == "the base again":
+            manager.store("b", base())
+        elif meanwhile == "evicted":
+            manager.set_limit(0, None)
+            kit.engine.spill_all()
+            manager.set_limit(None, None)
+        manager.validate()
+
+    kit.store.hook = hook
+    found = manager.get("c")
+    np.testing.assert_array_equal(found[1], base()[1:])
+    manager.validate()
+    kit.engine.reap_all()
+    both = 2 * NBYTES - 8 + VIEW_NBYTES
+    assert (
+        manager.memory_total()
+        == {
+            "nothing": both,
+            "evicted": both,
+            "the base again": both + NBYTES,
+            "overwritten": NBYTES + VIEW_NBYTES,
+            "deleted": 0,
+        }[meanwhile]
+    )
