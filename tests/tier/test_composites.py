@@ -305,6 +305,94 @@ def test_frames_of_no_library_come_back_as_memory_with_the_interface():
     assert (again.identity, again.owner, again.layout.offset) == (memory.identity, memory, 0)
 
 
+# -- one composite, several threads: each order made to happen -----------------------------------------
+
+
+def in_the_middle(rig, monkeypatch, copy, action):
+    """Do something, once, in the middle of the next copy of a kind, in the thread that makes it."""
+    make = getattr(rig.device, copy)
+
+    def copying(*args, **kwargs):
+        monkeypatch.setattr(rig.device, copy, make)
+        event = make(*args, **kwargs)
+        action()
+        return event
+
+    monkeypatch.setattr(rig.device, copy, copying)
+
+
+@pytest.mark.parametrize("meanwhile", ["read", "delete", "overwrite", "again", "a column", "out of memory"])
+def test_in_the_middle_of_a_spill(rig, monkeypatch, meanwhile):
+    rig.put("f", Frame({"x": asarray(np.arange(10.0)), "y": asarray(np.ones(10))}))
+    kept = []
+
+    def action():
+        if meanwhile == "read":
+            kept.append(rig.get("f"))
+        elif meanwhile == "delete":
+            del rig.keys["f"]
+        elif meanwhile == "overwrite":
+            rig.put("f", asarray(np.zeros(3)))
+        elif meanwhile == "again":
+            rig.put("g", rig.get("f"))
+        elif meanwhile == "a column":
+            rig.put("g", rig.get("f").columns["x"][3:])
+        else:
+            # In a thread of its own that would wait for the spill; here whoever copies asks, and gets the other column.
+            assert rig.tier.manager.make_room(0) == 0
+
+    in_the_middle(rig, monkeypatch, "copy_to_host", action)
+    rig.tier.manager.make_room(80)
+    rig.tier.settle()
+    statistics = rig.tier.statistics()
+    assert rig.live() == statistics.device_nbytes + statistics.lingering_nbytes
+    if meanwhile == "read":
+        assert rig.get("f") is kept[0]
+        assert rig.live() == 160
+    kept.clear()
+    if meanwhile == "overwrite":
+        np.testing.assert_array_equal(asnumpy(rig.get("f")), np.zeros(3))
+    elif meanwhile != "delete":
+        rig.to_host()
+        found = rig.get("f")
+        np.testing.assert_array_equal(asnumpy(found.columns["x"]), np.arange(10.0))
+        np.testing.assert_array_equal(asnumpy(found.columns["y"]), np.ones(10))
+        if meanwhile == "again":
+            assert rig.get("g") is found
+        elif meanwhile == "a column":
+            assert rig.get("g").allocation is found.columns["x"].allocation
+
+
+@pytest.mark.parametrize("meanwhile", ["delete", "overwrite", "evict", "other key"])
+def test_in_the_middle_of_a_restore(rig, monkeypatch, meanwhile):
+    frame = Frame({"x": asarray(np.arange(10.0))})
+    rig.put("f", frame)
+    rig.put("g", [frame])
+    del frame
+    rig.to_disk()
+    skeleton = rig.keys["f"]
+
+    def action():
+        if meanwhile == "delete":
+            rig.keys.clear()
+        elif meanwhile == "overwrite":
+            rig.put("f", asarray(np.zeros(3)))
+        elif meanwhile == "evict":
+            rig.tier.manager.evict_all()
+        else:
+            del rig.keys["g"]
+
+    in_the_middle(rig, monkeypatch, "copy_to_device", action)
+    found = rig.tier.resolve(skeleton)
+    np.testing.assert_array_equal(asnumpy(found.columns["x"]), np.arange(10.0))
+    if "g" in rig.keys:
+        assert rig.get("g")[0] is found
+    del found, skeleton
+    rig.tier.settle()
+    statistics = rig.tier.statistics()
+    assert rig.live() == statistics.device_nbytes + statistics.lingering_nbytes
+
+
 # -- cuDF ---------------------------------------------------------------------------------------------
 
 

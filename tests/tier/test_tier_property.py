@@ -2,10 +2,12 @@
 
 import hypothesis.strategies as st
 import numpy as np
+from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from gpuspill import simulated
+from gpuspill.distributed.serialization import DeviceFamilies
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import PickleSerializer
 from gpuspill.simulated import Array, ManualClock, SimulatedDevice, asarray, asnumpy
@@ -35,14 +37,36 @@ SHAPES = st.sampled_from(
         lambda x, y: [x, y, x],
         lambda x, y: {"left": x, "right": (y, 5)},
         lambda x, y: ((x,), [{"deep": y}]),
+        lambda x, y: Pair(x, y),
+        lambda x, y: [Pair(y, x), {"again": x}],
     ]
 )
+
+
+class Pair:
+    """A composite: dask's family for devices takes it apart."""
+
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+
+@cuda_serialize.register(Pair)
+def _(pair):
+    return {}, [pair.left, pair.right]
+
+
+@cuda_deserialize.register(Pair)
+def _(header, frames):
+    return Pair(*frames)
 
 
 def arrays(value):
     """Yield the arrays in a value, in a fixed order."""
     if isinstance(value, Array | np.ndarray):
         yield value
+    elif isinstance(value, Pair):
+        yield value.left
+        yield value.right
     elif isinstance(value, dict):
         for item in value.values():
             yield from arrays(item)
@@ -76,7 +100,7 @@ class Tiers(RuleBasedStateMachine):
         self.host = ProxifyManager(
             limit=host_limit, store=MemoryStore(), serializer=PickleSerializer(), sizeof=lambda value: 8
         )
-        self.tier = DeviceTier(self.device, self.host, limit=limit)
+        self.tier = DeviceTier(self.device, self.host, limit=limit, families=DeviceFamilies())
         self.keys = {}
         self.model = {}
         self.outside = {}  # id -> (array, its model)
