@@ -206,6 +206,7 @@ class ProxifyManager:
             state.begin_restore(pid)
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
+            state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
             if shared is not None and state.ledger.entries[pid].residency.resident:
                 self._divide(pid, shared)
 

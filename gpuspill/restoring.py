@@ -286,7 +286,8 @@ class Restorer:
         assert receipt is not None
         ghost = slot.ghost
         value = None if ghost is None else ghost()
-        if value is None:
+        alive = value is not None
+        if not alive:
             try:
                 if self._metadata.closed:
                     raise ManagerClosed(f"the store was closed before {slot.key!r} was read")
@@ -302,6 +303,8 @@ class Restorer:
             assert future is not None
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
+            if alive and pid in state.ledger.entries:
+                state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
             self._note_shared(pid, shared)
         future.set_result(value)
 

@@ -220,7 +220,7 @@ class SpillState:
         entry = self.ledger.entries[pid]
         if entry.residency.moving:
             entry.renewed = True  # when it has ended
-        elif entry.residency.has(Tier.DISK):
+        elif entry.residency.resident and entry.residency.has(Tier.DISK):
             self._delete_record(entry)
             self._classify(entry)
             self._balance()

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from gpuspill.core.budget import Kind
 from gpuspill.core.residency import State
+from gpuspill.device.host import shared_memory
 from gpuspill.errors import DataLostError, StorageError, StorageFull
 from gpuspill.serialization import Encoded, PickleSerializer
 from gpuspill.testing.managers import Bench
@@ -120,7 +121,11 @@ class ManagerEvents:
 
     def __init__(self, *, limit: int | None, disk_limit: int | None, keep_clean: bool) -> None:
         self.kit = Bench(
-            limit, disk_limit=disk_limit, keep_clean=keep_clean, sizeof=lambda value: getattr(value, "nbytes", 100)
+            limit,
+            disk_limit=disk_limit,
+            keep_clean=keep_clean,
+            sizeof=lambda value: getattr(value, "nbytes", 100),
+            shared=lambda value: shared_memory(value, 100),
         )
         self.kit.store.hook = self._hook
         self.limits = limit, disk_limit

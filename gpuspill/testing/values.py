@@ -51,6 +51,7 @@ KINDS: Mapping[str, Callable[[int], Any]] = {
     "view": lambda n: np.full((10, 8), float(n))[2:8, ::2],
     "fortran": lambda n: np.asfortranarray(np.full((6, 5), n)),
     "list": lambda n: [n, [str(n)]],
+    "arrays": lambda n: {"one": (array := np.full(40, float(n))), "more": [array[5:], np.full(30, n)]},
     "none": lambda n: None,
     "bytearray": lambda n: bytearray(str(n) * 10, "ascii"),
     "small int": lambda n: n % 5,
@@ -68,6 +69,10 @@ def _equal(value: Any, expected: Any) -> bool:
         return False
     if isinstance(expected, np.ndarray):
         return bool(value.dtype == expected.dtype and np.array_equal(value, expected))
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_equal(value[key], expected[key]) for key in expected)
+    if isinstance(expected, list) and expected and isinstance(expected[0], np.ndarray):
+        return len(value) == len(expected) and all(map(_equal, value, expected))
     if isinstance(expected, Plain):
         return bool(value.content == expected.content)
     return bool(value == expected)
