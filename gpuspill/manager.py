@@ -20,7 +20,7 @@ from gpuspill.core.ledger import Entry
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import SizeModel
-from gpuspill.device.host import SharedMemory
+from gpuspill.device.shared_memory import SharedMemory
 from gpuspill.engine import Engine
 from gpuspill.errors import ManagerClosed
 from gpuspill.metadata import Metadata
@@ -28,15 +28,13 @@ from gpuspill.observer import Observer
 from gpuspill.proxy import Proxy
 from gpuspill.restoring import Restorer
 from gpuspill.serialization import Encoded, Serializer
+from gpuspill.sharing import VIEW_NBYTES, Sharing
 from gpuspill.slots import Custody, Slot
 from gpuspill.snapshot import Statistics, take_snapshot
 from gpuspill.spilling import Spiller
 from gpuspill.storage.base import Receipt, Store
 
 __all__ = ["ProxifyManager"]
-
-#: What a value is charged, at least, that consists of views on memory that is charged by itself.
-VIEW_NBYTES = 128
 
 
 class ProxifyManager:
@@ -106,7 +104,7 @@ class ProxifyManager:
         self._labels: dict[Hashable, Admission] = {}
         self._sizes = SizeModel()
         self._sizeof = sizeof
-        self._shared = shared
+        self._sharing = Sharing(self._metadata, shared)
         self._store = store
         self._observer = observer
         self._spiller = Spiller(
@@ -123,8 +121,7 @@ class ProxifyManager:
             serializer,
             allocate=allocate,
             observer=observer,
-            shared=shared,
-            divide=self._divide,
+            sharing=self._sharing,
         )
 
     # -- by key: never blocks ------------------------------------------------------------------------
@@ -146,7 +143,7 @@ class ProxifyManager:
         """
         if nbytes is None:
             nbytes = self._sizeof(value)
-        shared = None if self._shared is None else self._shared(value)
+        shared = self._sharing.look(value)
         slots = self._metadata.slots
         with self._metadata as state:
             if self._metadata.nested:
@@ -162,7 +159,7 @@ class ProxifyManager:
                 before = self._ledger.keys.get(key)
                 again = before is not None and before.pid == pid
                 state.alias(key, pid)
-                self._take_up(pid, value, shared)
+                self._sharing.take_up(pid, value, shared)
                 if again:
                     state.renew(pid)
             else:
@@ -172,43 +169,11 @@ class ProxifyManager:
                 else:
                     hash(key)  # raises before anything is charged
                     own = max(VIEW_NBYTES, nbytes - shared.covered)
-                    pid = state.insert(key, own, spillable=spillable, parts=self._parts(key, shared), apart_nbytes=size)
+                    pid = state.insert(
+                        key, own, spillable=spillable, parts=self._sharing.parts(key, shared), apart_nbytes=size
+                    )
                 slots[pid] = Slot(key, value, nbytes)
                 slots.by_id[id(value)] = pid
-
-    def _parts(self, key: Hashable, shared: SharedMemory) -> tuple[int, ...]:
-        """Under the lock: return the proxies of what a value keeps alive."""
-        return tuple(dict.fromkeys(self._part(key, owner, nbytes) for owner, nbytes in shared.owners))
-
-    def _divide(self, pid: int, shared: SharedMemory) -> None:
-        """Under the lock: a value without parts is in memory; charge what it keeps alive there by itself."""
-        entry = self._ledger.entries[pid]
-        own = max(VIEW_NBYTES, entry.nbytes - shared.covered)
-        self._metadata.state.divide(pid, own, self._parts(self._metadata.slots[pid].key, shared))
-
-    def _part(self, key: Hashable, owner: object, nbytes: int) -> int:
-        """Under the lock: return the proxy of memory that a value keeps alive, which is thereby in memory."""
-        state, slots = self._metadata.state, self._metadata.slots
-        pid = slots.find(owner)
-        if pid is not None:
-            self._take_up(pid, owner)
-            if state.ledger.entries[pid].residency.resident:
-                return pid
-        pid = state.insert_part(nbytes)
-        slots[pid] = Slot(key, owner, nbytes)
-        slots.by_id[id(owner)] = pid
-        return pid
-
-    def _take_up(self, pid: int, value: object, shared: SharedMemory | None = None) -> None:
-        """Under the lock: a value that was evicted while somebody held it is here again, and nothing has to be read."""
-        state = self._metadata.state
-        if state.ledger.entries[pid].residency.state is State.SPILLED:
-            state.begin_restore(pid)
-            self._metadata.slots.attach(pid, value)
-            state.complete_restore(pid)
-            state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
-            if shared is not None and state.ledger.entries[pid].residency.resident:
-                self._divide(pid, shared)
 
     def store_encoded(self, key: Hashable, encoded: Encoded) -> None:
         """Put a value that came as bytes in memory under `key`; it is decoded when somebody needs it, if ever.

@@ -17,12 +17,12 @@ from typing import Any
 
 from gpuspill.admission import Admission
 from gpuspill.core.ledger import Entry
-from gpuspill.device.host import SharedMemory
 from gpuspill.engine import Engine
 from gpuspill.errors import DataLostError, ManagerClosed, StorageError
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
 from gpuspill.serialization import Encoded, Serializer
+from gpuspill.sharing import Sharing
 from gpuspill.storage.base import Receipt, Store
 
 __all__ = ["Restorer"]
@@ -63,11 +63,9 @@ class Restorer:
         *,
         allocate: Callable[[int], memoryview] | None,
         observer: Observer | None,
-        shared: Callable[[object], SharedMemory | None] | None = None,
-        divide: Callable[[int, SharedMemory], None] | None = None,
+        sharing: Sharing,
     ) -> None:
-        self._shared = shared
-        self._divide = divide
+        self._sharing = sharing
         self._metadata = metadata
         self._engine = engine
         self._store = store
@@ -297,7 +295,7 @@ class Restorer:
                 if not isinstance(error, Exception):
                     raise
                 return
-        shared = None if self._shared is None else self._shared(value)
+        shared = self._sharing.look(value)
         with self._metadata as state:
             future, slot.reader = slot.restoring, None
             assert future is not None
@@ -305,15 +303,8 @@ class Restorer:
             state.complete_restore(pid)
             if alive and pid in state.ledger.entries:
                 state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
-            self._note_shared(pid, shared)
+            self._sharing.divide(pid, shared)
         future.set_result(value)
-
-    def _note_shared(self, pid: int, shared: SharedMemory | None) -> None:
-        """Under the lock: charge by itself what a value keeps alive that has just come back, if it is still there."""
-        if shared is not None and self._divide is not None:
-            entry = self._metadata.state.ledger.entries.get(pid)
-            if entry is not None and entry.residency.resident:
-                self._divide(pid, shared)
 
     def _decode(self, pid: int, encoded: Encoded) -> None:
         """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""
@@ -326,13 +317,13 @@ class Restorer:
         except BaseException as caught:
             error = caught
         seconds = clock() - start
-        shared = None if self._shared is None or error is not None else self._shared(value)
+        shared = None if error is not None else self._sharing.look(value)
         with self._metadata as state:
             future, slot.restoring, slot.reader = slot.restoring, None, None
             assert future is not None
             if error is None:
                 self._metadata.slots.attach(pid, value)
-                self._note_shared(pid, shared)
+                self._sharing.divide(pid, shared)
             self._metadata.totals["deserialize"] += seconds
             state.unpin(pid)
         if error is not None:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from gpuspill.core.residency import State
-from gpuspill.device.host import SMALL_NBYTES, shared_memory
+from gpuspill.device.shared_memory import SMALL_NBYTES, shared_memory
 from gpuspill.distributed.serialization import DaskSerializer
-from gpuspill.manager import VIEW_NBYTES
 from gpuspill.serialization import Encoded
+from gpuspill.sharing import VIEW_NBYTES
 from gpuspill.testing.managers import Bench
 
 N = 10_000

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from gpuspill.device.host import shared_memory
+from gpuspill.device.shared_memory import shared_memory
 from gpuspill.distributed.serialization import DaskSerializer
-from gpuspill.manager import VIEW_NBYTES
+from gpuspill.sharing import VIEW_NBYTES
 from gpuspill.testing.managers import Bench
 
 KEYS = st.sampled_from("abcdef")

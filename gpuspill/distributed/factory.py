@@ -9,7 +9,7 @@ from distributed.protocol.compression import compressions
 
 from gpuspill.buffers import BufferPool
 from gpuspill.config import Settings
-from gpuspill.device.host import shared_memory
+from gpuspill.device.shared_memory import shared_memory
 from gpuspill.distributed.adopt import AdoptingStore
 from gpuspill.distributed.devices import device_limit, find_device
 from gpuspill.distributed.mapping import SpillStore

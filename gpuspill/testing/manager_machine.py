@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from gpuspill.core.budget import Kind
 from gpuspill.core.residency import State
-from gpuspill.device.host import shared_memory
+from gpuspill.device.shared_memory import shared_memory
 from gpuspill.errors import DataLostError, StorageError, StorageFull
 from gpuspill.serialization import Encoded, PickleSerializer
 from gpuspill.testing.managers import Bench
