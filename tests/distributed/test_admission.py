@@ -28,8 +28,8 @@ class Peak:
         self.worker = worker
         store = worker.data.manager.store
 
-        def watched(key, value, nbytes=None):
-            store(key, value, nbytes)
+        def watched(key, value, nbytes=None, **options):
+            store(key, value, nbytes, **options)
             self.nbytes = max(self.nbytes, worker.data.memory_total())
 
         worker.data.manager.store = watched
