@@ -38,13 +38,14 @@ from gpuspill.device.base import (
     Stream,
     StreamKind,
 )
+from gpuspill.device.hooks import Installation
+from gpuspill.device.host import HostArray, as_bytes
 from gpuspill.device.simulation.allocator import Allocator
 from gpuspill.device.simulation.clock import Clock, ManualClock, RealClock
 from gpuspill.device.simulation.configuration import Configuration
-from gpuspill.device.simulation.copies import Copy, as_bytes
-from gpuspill.device.simulation.hooks import Installation
+from gpuspill.device.simulation.copies import Copy
 from gpuspill.device.simulation.kernels import Kernels
-from gpuspill.device.simulation.memory import FRESH, PENDING, HostArray, SimulatedAllocation
+from gpuspill.device.simulation.memory import FRESH, PENDING, SimulatedAllocation
 from gpuspill.device.simulation.pinned import SimulatedPinned
 from gpuspill.device.simulation.schedule import Schedule
 from gpuspill.device.simulation.streams import SimulatedEvent, SimulatedStream

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from gpuspill.device.host import HostArray
 from gpuspill.device.simulated import SimulatedAllocation, SimulatedDevice
-from gpuspill.device.simulation.memory import HostArray
 from gpuspill.simulated import current
 from gpuspill.simulated.flags import Flags
 from gpuspill.simulated.functions import PARAMETERS, call_function, call_ufunc, keep_axes, look

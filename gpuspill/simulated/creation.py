@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from gpuspill.device.host import HostArray
 from gpuspill.device.simulated import SimulatedDevice
-from gpuspill.device.simulation.memory import HostArray
 from gpuspill.simulated import current
 from gpuspill.simulated.array import Array
 from gpuspill.simulated.launch import launch

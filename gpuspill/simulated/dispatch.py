@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from gpuspill.device.simulation.memory import HostArray
+from gpuspill.device.host import HostArray
 from gpuspill.simulated.array import Array
 from gpuspill.simulated.creation import asnumpy, empty
 

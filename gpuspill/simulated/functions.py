@@ -14,8 +14,8 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from gpuspill.device.host import HostArray
 from gpuspill.device.simulated import SimulatedDevice
-from gpuspill.device.simulation.memory import HostArray
 from gpuspill.simulated.launch import Call, implicit, launch
 from gpuspill.simulated.transfer import to_device
 from gpuspill.simulated.view import ArrayView

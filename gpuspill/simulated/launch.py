@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gpuspill.device.host import HostArray
 from gpuspill.device.simulated import SimulatedDevice, SimulatedEvent
-from gpuspill.device.simulation.memory import HostArray
 from gpuspill.simulated.view import ArrayView, supported
 
 __all__ = ["Call", "dense_bytes", "launch"]

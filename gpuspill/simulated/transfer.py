@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gpuspill.device.host import HostArray
 from gpuspill.device.simulated import SimulatedDevice
-from gpuspill.device.simulation.memory import HostArray
 from gpuspill.simulated.launch import dense_bytes, launch
 from gpuspill.simulated.view import ArrayView, supported
 

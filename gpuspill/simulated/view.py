@@ -8,8 +8,8 @@ from typing import Any, Self
 import numpy as np
 
 from gpuspill.device.base import Layout
+from gpuspill.device.host import HostArray
 from gpuspill.device.simulated import SimulatedAllocation, SimulatedDevice
-from gpuspill.device.simulation.memory import HostArray
 
 __all__ = ["ArrayView", "contiguous_strides", "supported"]
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from gpuspill.device.base import FreedUnderCopy, MemoryInfo, OutOfMemory, UseAfterFree
-from gpuspill.device.simulation.hooks import HookChain
-from gpuspill.device.simulation.memory import FRESH, Heap, HostArray, SimulatedAllocation
+from gpuspill.device.hooks import HookChain
+from gpuspill.device.host import HostArray
+from gpuspill.device.simulation.memory import FRESH, Heap, SimulatedAllocation
 
 if TYPE_CHECKING:
     from gpuspill.device.simulated import SimulatedDevice

@@ -15,46 +15,14 @@ import numpy as np
 from gpuspill.device.base import (
     DeviceError,
     FreedUnderCopy,
-    HostBuffer,
     Layout,
     SourceChanged,
     StreamKind,
 )
-from gpuspill.device.simulation.memory import PENDING, HostArray, SimulatedAllocation
+from gpuspill.device.host import HostArray, HostRange, byte_range, overlap
+from gpuspill.device.simulation.memory import PENDING, SimulatedAllocation
 
-__all__ = ["Copy", "HostRange", "as_bytes", "byte_range"]
-
-HostRange = tuple[int, int]
-"""First address and the one after the last."""
-
-
-def as_bytes(host_buffer: HostBuffer, *, writable: bool) -> HostArray:
-    """Return a host buffer as an array of bytes that shares its memory.
-
-    Raises
-    ------
-    TypeError
-        It has no buffer protocol (a device's array, for one).
-    ValueError
-        It is not C-contiguous, or read-only although it is written to.
-    """
-    try:
-        view = memoryview(host_buffer)
-    except TypeError:
-        raise TypeError(f"expected a host buffer, got {type(host_buffer).__name__}") from None
-    if not view.c_contiguous:
-        raise ValueError("the host buffer is not C-contiguous: copy in pieces that are, or through one that is")
-    if writable and view.readonly:
-        raise ValueError("the host buffer is read-only and cannot be copied to")
-    if view.nbytes == 0:
-        return np.empty(0, np.uint8)
-    return np.frombuffer(view.cast("B"), np.uint8)
-
-
-def byte_range(host: HostArray) -> HostRange:
-    """Return the addresses of a C-contiguous host array."""
-    address = int(host.__array_interface__["data"][0])
-    return address, address + host.nbytes
+__all__ = ["Copy"]
 
 
 def _fingerprint(host: HostArray) -> int:
@@ -111,7 +79,7 @@ class Copy:
 
     def touches(self, host_range: HostRange) -> bool:
         """Whether it uses any of these host addresses."""
-        return self.host_range[0] < host_range[1] and host_range[0] < self.host_range[1]
+        return overlap(self.host_range, host_range)
 
     def poison(self) -> None:
         """Make a read of the destination that comes too early show."""

@@ -8,19 +8,18 @@ fragmentation.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from gpuspill.device.base import Allocation, Layout, UseAfterFree
+from gpuspill.device.host import HostArray
 
 if TYPE_CHECKING:
     from gpuspill.device.simulated import SimulatedDevice
     from gpuspill.device.simulation.copies import Copy
 
-__all__ = ["FRESH", "PENDING", "Heap", "HostArray", "Mark", "SimulatedAllocation"]
-
-HostArray: TypeAlias = np.ndarray[Any, Any]
+__all__ = ["FRESH", "PENDING", "Heap", "Mark", "SimulatedAllocation"]
 
 FRESH = 0xCB
 """Byte that fills new allocations: uninitialised memory shows."""

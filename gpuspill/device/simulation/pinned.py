@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpuspill.device.base import FreedUnderCopy, PinnedBuffer
-from gpuspill.device.simulation.copies import byte_range
-from gpuspill.device.simulation.memory import FRESH, HostArray
+from gpuspill.device.host import HostArray, byte_range
+from gpuspill.device.simulation.memory import FRESH
 
 if TYPE_CHECKING:
     from gpuspill.device.simulation.schedule import Schedule

@@ -10,8 +10,9 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 from gpuspill.device.base import DeviceError, StreamKind, UnorderedAccess
+from gpuspill.device.host import HostRange
 from gpuspill.device.simulation.clock import Clock
-from gpuspill.device.simulation.copies import Copy, HostRange
+from gpuspill.device.simulation.copies import Copy
 from gpuspill.device.simulation.memory import Mark, SimulatedAllocation
 from gpuspill.device.simulation.streams import SimulatedEvent, SimulatedStream
 

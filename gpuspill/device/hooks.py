@@ -1,4 +1,4 @@
-"""The chain of out-of-memory hooks of the simulated device."""
+"""The chain of out-of-memory hooks of a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Installation(HookInstallation):
     @property
     def installed(self) -> bool:
         """Whether the hook would be asked now."""
-        return self in self._chain.installations()
+        return self in self._chain.installations() and self._chain.connected()
 
     def reinstall(self) -> None:
         """Install the hook again, as the newest, unless it is installed."""
@@ -33,12 +33,26 @@ class Installation(HookInstallation):
 
 
 class HookChain:
-    """Hooks, asked from the oldest to the newest, as stacked resource adaptors of RMM would be. Thread-safe."""
+    """Hooks, asked from the oldest to the newest, as stacked resource adaptors of RMM would be. Thread-safe.
+
+    The chain of a device that has an allocator of its own is connected by nature. One that hangs on somebody else's
+    overrides :meth:`connected`, :meth:`connect` and :meth:`disconnect`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._installations: tuple[Installation, ...] = ()
         self._active = threading.local()
+
+    def connected(self) -> bool:
+        """Whether the device asks this chain at all. Cheap."""
+        return True
+
+    def connect(self) -> None:
+        """Make the device ask this chain, unless it does. Called with the chain's lock held; must not block."""
+
+    def disconnect(self) -> None:
+        """Make the device ask this chain no more, as nothing is left in it. Called with the chain's lock held."""
 
     def installations(self) -> tuple[Installation, ...]:
         """Return what is installed now."""
@@ -49,16 +63,20 @@ class HookChain:
         with self._lock:
             if installation not in self._installations:
                 self._installations = (*self._installations, installation)
+            self.connect()
 
     def remove(self, installation: Installation) -> None:
         """Take it out, if it is in the chain."""
         with self._lock:
             self._installations = tuple(i for i in self._installations if i is not installation)
+            if not self._installations:
+                self.disconnect()
 
     def clear(self) -> None:
         """Drop all, as a library does that sets up its memory anew."""
         with self._lock:
             self._installations = ()
+            self.disconnect()
 
     @property
     def asking(self) -> bool:
