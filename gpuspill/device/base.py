@@ -112,6 +112,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from gpuspill.device.values import (
     AllocationId,
+    CopyPlan,
     DeviceError,
     DeviceStatistics,
     FreedUnderCopy,
@@ -126,6 +127,7 @@ from gpuspill.device.values import (
 __all__ = [
     "Allocation",
     "AllocationId",
+    "CopyPlan",
     "Device",
     "DeviceError",
     "DeviceStatistics",
@@ -430,6 +432,10 @@ class Device(ABC):
         MemoryError
             The system gives no more pinned memory.
         """
+
+    def plan(self) -> CopyPlan:
+        """Return how to copy much at once from and to ordinary host memory. May find that out first, by trying."""
+        return CopyPlan()
 
     @abstractmethod
     def on_out_of_memory(self, hook: OutOfMemoryHook) -> HookInstallation:

@@ -9,6 +9,7 @@ from gpuspill.errors import GpuspillError
 
 __all__ = [
     "AllocationId",
+    "CopyPlan",
     "DeviceError",
     "DeviceStatistics",
     "FreedUnderCopy",
@@ -109,6 +110,22 @@ class Layout:
             low += min(reach, 0)
             high += max(reach, 0)
         return low, high + self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """How to copy much at once between a device and ordinary host memory.
+
+    Attributes
+    ----------
+    chunk_nbytes
+        Bytes of one copy: large enough to be fast, small enough that copies of others come in between.
+    staged
+        Whether to go by way of pinned memory, because copies from and to ordinary memory are slower.
+    """
+
+    chunk_nbytes: int = 32 * 2**20
+    staged: bool = False
 
 
 class MemoryInfo(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from gpuspill.device.base import Allocation, AllocationId, Device, DeviceError, Event
+from gpuspill.device.base import AllocationId, Device, DeviceError
 from gpuspill.errors import StorageError
 from gpuspill.serialization import Serialized
 from gpuspill.tier.book import Book
@@ -13,9 +13,6 @@ from gpuspill.tier.composites import DeviceObject, Families
 from gpuspill.tier.units import DeviceMemory
 
 __all__ = ["DeviceSerializer"]
-
-#: Bytes of one copy: large enough to be fast, small enough that copies of others come in between.
-CHUNK_NBYTES = 32 * 2**20
 
 
 class DeviceSerializer:
@@ -44,6 +41,9 @@ class DeviceSerializer:
         self._device = device
         self._book = book
         self._allocate = allocate
+        from gpuspill.device.staging import Copier  # needs NumPy, which workers without a device can do without
+
+        self._copier = Copier(device)
 
     def dumps(self, value: object) -> Serialized:
         """Copy a unit to the host, and wait until it is there. Blocks. Its frame is its own, no alias.
@@ -64,7 +64,7 @@ class DeviceSerializer:
         try:
             # Whoever computed what is there did so on a stream that is not known.
             self._device.synchronize()
-            self._copy(value.allocation, buffer, to_host=True)
+            self._copier.to_host(value.allocation, buffer)
         except DeviceError as error:
             problem = f"could not copy {value.unit.nbytes} bytes from {self._device!r}: {error}"
         if problem is not None:
@@ -107,7 +107,7 @@ class DeviceSerializer:
         unit = self._book.unit(int(header))
         allocation = self._device.allocate(unit.nbytes)
         try:
-            self._copy(allocation, frame, to_host=False)
+            self._copier.to_device(frame, allocation)
         except BaseException:
             # Now: the traceback refers to it, and may live for long.
             with suppress(DeviceError):
@@ -119,28 +119,6 @@ class DeviceSerializer:
         self._book.enter(memory)
         return memory
 
-    def _copy(self, allocation: Allocation, buffer: memoryview, *, to_host: bool) -> None:
-        device = self._device
-        stream = device.stream("to_host" if to_host else "to_device")
-        events: list[Event] = []
-        try:
-            for start in range(0, len(buffer), CHUNK_NBYTES):
-                part = buffer[start : start + CHUNK_NBYTES]
-                if to_host:
-                    events.append(device.copy_to_host(allocation, part, stream, offset=start))
-                else:
-                    events.append(device.copy_to_device(part, allocation, stream, offset=start))
-        except BaseException:
-            # Neither end may go while a copy that was enqueued is under way.
-            for event in events:
-                with suppress(DeviceError):
-                    event.wait()
-            raise
-        problems = []
-        for event in events:
-            try:
-                event.wait()
-            except DeviceError as error:
-                problems.append(error)
-        if problems:
-            raise problems[0]
+    def close(self) -> None:
+        """Give pinned memory back. Idempotent."""
+        self._copier.close()

@@ -89,12 +89,13 @@ class DeviceTier:
         self._registry = ArrayRegistry() if registry is None else registry
         self._families = families
         self._book = Book(device, self._registry)
+        self._serializer = DeviceSerializer(
+            device, self._book, BufferPool(0).allocate if allocate is None else allocate, families
+        )
         self.manager = ProxifyManager(
             limit=limit,
             store=HostRecords(host),
-            serializer=DeviceSerializer(
-                device, self._book, BufferPool(0).allocate if allocate is None else allocate, families
-            ),
+            serializer=self._serializer,
             sizeof=_sizeof,
             custody=self._book,
             # The copy in host memory would take room that others need; reading from there is cheap to repeat.
@@ -549,6 +550,7 @@ class DeviceTier:
         """Stop background work. What is on the device stays readable. Blocks; idempotent; before the host's manager."""
         self._guard.close()
         self.manager.close()
+        self._serializer.close()
 
 
 def lost(error: DataLostError, key: Hashable) -> DataLostError:

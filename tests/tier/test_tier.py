@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
-from gpuspill.device.base import DeviceError
+from gpuspill.device.base import CopyPlan, DeviceError
 from gpuspill.errors import DataLostError, ManagerClosed
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import PickleSerializer
@@ -408,12 +408,16 @@ def test_a_copy_that_fails_leaves_the_unit_where_it_is(rig, monkeypatch):
     np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(10.0))
 
 
-def test_large_units_are_copied_in_pieces(rig, monkeypatch):
-    monkeypatch.setattr("gpuspill.tier.serializer.CHUNK_NBYTES", 1000)
+@pytest.mark.parametrize("staged", [False, True])
+def test_large_units_are_copied_in_pieces(rig, monkeypatch, staged):
+    monkeypatch.setattr(SimulatedDevice, "plan", lambda device: CopyPlan(1000, staged))
     rig.put("x", asarray(np.arange(1000.0)))
     rig.to_disk()
     np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(1000.0))
     assert rig.device.statistics().copies_to_host >= 8
+    assert (rig.device.statistics().pinned_bytes > 0) == staged
+    rig.tier.close()
+    assert rig.device.statistics().pinned_bytes == 0
 
 
 def test_out_of_memory_cascades_to_disk(make):

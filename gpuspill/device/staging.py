@@ -1,0 +1,233 @@
+"""Copies of any size between a device and ordinary host memory.
+
+They go in pieces, so that others come in between; by way of pinned memory if the device's plan says so. Then a thread
+moves bytes between pinned and ordinary memory while the device moves the next ones: two buffers for each copy under
+way, and two copies under way in each direction.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import numpy as np
+
+from gpuspill.device.base import Allocation, CopyPlan, Device, DeviceError, Event, PinnedBuffer, Stream, StreamKind
+from gpuspill.device.host import HostArray, as_bytes
+
+__all__ = ["Copier", "probe"]
+
+#: Pinned buffers of one copy, and copies of each direction that have some at the same time.
+_BUFFERS: Final = 2
+_LANES: Final = 2
+
+#: What is tried, and how much is copied to try it.
+_CHUNKS: Final = (2**20, 2 * 2**20, 4 * 2**20, 8 * 2**20, 16 * 2**20)
+_SAMPLE: Final = 32 * 2**20
+
+
+class Copier:
+    """Copies whole allocations.
+
+    Parameters
+    ----------
+    device
+        The device.
+    plan
+        How. Default: as the device says.
+
+    Notes
+    -----
+    Thread-safe; no lock is held during a copy. Both methods block until everything is done, also if they raise: neither
+    end is in use any more. They do not hold the interpreter's lock while bytes move.
+    """
+
+    def __init__(self, device: Device, plan: CopyPlan | None = None) -> None:
+        self._device = device
+        self._plan = plan
+        self._lanes = {kind: _Lanes(device) for kind in ("to_host", "to_device")}
+
+    def to_host(self, allocation: Allocation, buffer: memoryview) -> None:
+        """Copy an allocation, whose producer was observed, into a buffer of its size.
+
+        Raises
+        ------
+        DeviceError
+            A copy failed; what the buffer holds is not valid.
+        """
+        host = as_bytes(buffer, writable=True)
+        device, stream = self._device, self._device.stream("to_host")
+
+        def enqueue(part: HostArray, start: int, staging: HostArray | None) -> Event:
+            return device.copy_to_host(allocation, part if staging is None else staging, stream, offset=start)
+
+        self._copy("to_host", host, enqueue, after=np.copyto)
+
+    def to_device(self, buffer: memoryview, allocation: Allocation) -> None:
+        """Copy a buffer into an allocation of its size, which nobody else uses.
+
+        Raises
+        ------
+        DeviceError
+            A copy failed; what the allocation holds is not valid.
+        """
+        host = as_bytes(buffer, writable=False)
+        device, stream = self._device, self._device.stream("to_device")
+
+        def enqueue(part: HostArray, start: int, staging: HostArray | None) -> Event:
+            if staging is not None:
+                np.copyto(staging, part)
+            return device.copy_to_device(part if staging is None else staging, allocation, stream, offset=start)
+
+        self._copy("to_device", host, enqueue, after=None)
+
+    def _copy(
+        self,
+        kind: StreamKind,
+        host: HostArray,
+        enqueue: Callable[[HostArray, int, HostArray | None], Event],
+        after: Callable[[HostArray, HostArray], None] | None,
+    ) -> None:
+        plan = self._plan or self._device.plan()
+        chunk = plan.chunk_nbytes
+        pending: deque[tuple[Event, HostArray, HostArray | None]] = deque()
+
+        def finish() -> None:
+            event, part, staging = pending[0]
+            event.wait()
+            pending.popleft()
+            if staging is not None and after is not None:
+                after(part, staging)
+
+        with self._lanes[kind].lend(plan if host.nbytes else CopyPlan()) as buffers:
+            try:
+                for number, start in enumerate(range(0, host.nbytes, chunk)):
+                    part = host[start : start + chunk]
+                    staging = None
+                    if buffers:
+                        if len(pending) == len(buffers):
+                            finish()
+                        staging = buffers[number % len(buffers)][: part.nbytes]
+                    pending.append((enqueue(part, start, staging), part, staging))
+                while pending:
+                    finish()
+            except BaseException:
+                # Neither end may go, nor the staging between them, while a copy that was enqueued is under way.
+                for event, _, _ in pending:
+                    with suppress(DeviceError):
+                        event.wait()
+                raise
+
+    def close(self) -> None:
+        """Give pinned memory back. What is under way keeps its own."""
+        for lanes in self._lanes.values():
+            lanes.close()
+
+
+class _Lanes:
+    """Pinned buffers for the copies of one direction."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._changed = threading.Condition(threading.Lock())
+        self._lent = 0
+        self._idle: list[PinnedBuffer] = []
+
+    @contextmanager
+    def lend(self, plan: CopyPlan) -> Iterator[list[HostArray]]:
+        """Wait for a lane and lend its buffers for the length of the block; none if they are not to be used or had.
+
+        Who has a lane waits for nobody, so those who wait for one get it.
+        """
+        if not plan.staged:
+            yield []
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._lent < _LANES)
+            self._lent += 1
+            buffers = [self._idle.pop() for _ in range(min(_BUFFERS, len(self._idle)))]
+        try:
+            buffers = [buffer for buffer in buffers if buffer.nbytes == plan.chunk_nbytes]
+            with suppress(MemoryError):  # fewer then, or ordinary memory
+                while len(buffers) < _BUFFERS:
+                    buffers.append(self._device.pinned(plan.chunk_nbytes))
+            yield [as_bytes(buffer.view, writable=True) for buffer in buffers]
+        finally:
+            with self._changed:
+                self._lent -= 1
+                self._idle += buffers
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Release what is idle."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+        for buffer in idle:
+            with suppress(DeviceError):
+                buffer.release()
+
+
+def probe(device: Device, now: Callable[[], float] = time.perf_counter) -> CopyPlan:
+    """Find out how to copy between a device and ordinary memory, by trying. Takes some tens of milliseconds.
+
+    Parameters
+    ----------
+    device
+        The device.
+    now
+        Returns the time in seconds.
+
+    Returns
+    -------
+    CopyPlan
+        The smallest piece that is about as fast as the fastest, by way of pinned memory unless that is slower.
+
+    Raises
+    ------
+    MemoryError
+        There is no room to try.
+    DeviceError
+        The device failed.
+    """
+    if device.memory_info().free < 4 * _SAMPLE:
+        raise MemoryError("too little room on the device to try how fast copies are")
+    allocation = device.allocate(_SAMPLE)
+    stream = device.stream("to_host")
+    with device.pinned(_SAMPLE) as pinned:
+        seconds = {chunk: _time(device, allocation, pinned.view, chunk, stream, now) for chunk in _CHUNKS}
+    fastest = min(seconds.values())
+    chunk = next(chunk for chunk in _CHUNKS if seconds[chunk] <= 1.05 * fastest)
+    ordinary = memoryview(bytearray(_SAMPLE))
+    ways = {}
+    for staged in (True, False):
+        plan = CopyPlan(chunk, staged)
+        copier = Copier(device, plan)
+        try:
+            copier.to_host(allocation, ordinary)  # buffers are made, pages are touched
+            start = now()
+            copier.to_host(allocation, ordinary)
+            ways[plan] = now() - start
+        finally:
+            copier.close()
+    return min(ways, key=ways.__getitem__)
+
+
+def _time(
+    device: Device, allocation: Allocation, host: memoryview, chunk: int, stream: Stream, now: Callable[[], float]
+) -> float:
+    """Return how long a copy in pieces takes; the better of two."""
+    found = []
+    for _ in range(2):
+        start = now()
+        events = [
+            device.copy_to_host(allocation, host[low : low + chunk], stream, offset=low)
+            for low in range(0, len(host), chunk)
+        ]
+        for event in events:
+            event.wait()
+        found.append(now() - start)
+    return min(found)
