@@ -59,7 +59,9 @@ class Settings:
     buffer_pool
         Bytes of unused read buffers to keep for reuse.
     device
-        ``"simulated"``: the device of :mod:`gpuspill.simulated` gets a tier of its own. ``"auto"``, None: none has.
+        Which device gets a tier of its own. ``"auto"``: a CUDA device if there is one, with the libraries for it.
+        ``"cuda"``: the same, and it is an error if it cannot be. ``"simulated"``: that of :mod:`gpuspill.simulated`.
+        None: none.
     device_memory_limit
         Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``: 0.8. None: no limit;
         values leave it when it is full.
@@ -174,8 +176,8 @@ def _device_limit(name: str, value: Any) -> int | float | Literal["auto"] | None
 def _device(name: str, value: Any) -> str | None:
     if _off(value):
         return None
-    if _word(value) not in ("auto", "simulated"):
-        raise _fail(name, value, "'auto', 'simulated', or None for no device")
+    if _word(value) not in ("auto", "cuda", "simulated"):
+        raise _fail(name, value, "'auto', 'cuda', 'simulated', or None for no device")
     return str(_word(value))
 
 

@@ -180,12 +180,40 @@ class RmmAdapter(ArrayAdapter):
         return self.describes(identity, value, Layout(0, (value.size,), (1,), "|u1", 1))
 
     def rebuild(self, memory: Allocation, layout: Layout) -> Any:
-        """Return the buffer that the allocation is made of: one cannot be made on other memory."""
+        """Build a buffer, or return the one that the allocation is made of."""
         _check(memory, layout)
-        buffer = memory.owner
-        if type(buffer) not in self.types(sys.modules[self.library]) or layout.span != (0, memory.nbytes):
-            raise TypeError(f"an rmm.DeviceBuffer cannot look at memory that another object owns: {memory!r}")
-        return buffer
+        rmm: Any = sys.modules[self.library]
+        if layout.span != (0, memory.nbytes):
+            raise TypeError(f"an rmm.DeviceBuffer cannot look at a part of {memory!r}")
+        if type(memory.owner) in self.types(rmm):
+            return memory.owner
+        _ordinal(memory)
+        return rmm.DeviceBuffer(size=memory.nbytes, mr=_resource_on(rmm.mr, memory))
+
+
+def _resource_on(mr: Any, memory: Allocation) -> Any:
+    """Return a resource that gives `memory` to the buffer which is built on it, and keeps it as long as that lives.
+
+    A buffer that grows gets its new memory from the resource in force then.
+    """
+    given: list[bool] = []
+    grown: dict[int, Any] = {}
+
+    def allocate(nbytes: int, stream: Any) -> int:
+        if not given:
+            given.append(True)
+            return memory.address
+        resource = mr.get_current_device_resource()
+        address = int(resource.allocate(nbytes, stream))
+        grown[address] = resource
+        return address
+
+    def deallocate(address: int, nbytes: int, stream: Any) -> None:
+        resource = grown.pop(address, None)
+        if resource is not None:
+            resource.deallocate(address, nbytes, stream)
+
+    return mr.CallbackMemoryResource(allocate, deallocate)
 
 
 class TorchAdapter(ArrayAdapter):

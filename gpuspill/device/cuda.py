@@ -14,13 +14,15 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpuspill.device.base import Device, DeviceError, MemoryInfo, StreamKind
 from gpuspill.device.driver import FailureCallback
-from gpuspill.device.gpu import GpuDevice
 from gpuspill.device.rmm_chain import RmmChain
 from gpuspill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpuspill.device.gpu import GpuDevice
 
 __all__ = ["CudaDriver", "CudaStream", "NoDevice", "RmmMemory", "device", "missing_libraries"]
 
@@ -103,12 +105,11 @@ class CudaDriver:
             raise NoDevice(f"CUDA finds {count} devices, and no number {ordinal}")
         self._handle = self._find_in_nvml(driver)
         self._chain = RmmChain(rmm.mr, ordinal)
-        if self._checked(runtime.cudaDeviceGetAttribute(runtime.cudaDeviceAttr.cudaDevAttrIntegrated, ordinal)):
-            raise ConfigError(_no_memory(ordinal))
-        try:
-            self.memory_info()
-        except pynvml.NVMLError_NotSupported:
-            raise ConfigError(_no_memory(ordinal)) from None
+        if not self._has_memory():
+            raise ConfigError(
+                f"CUDA device {ordinal} has no memory of its own (it is integrated and shares the host's), so there is "
+                "nothing to spill from it. Set gpuspill.device to none to say so"
+            )
 
     @property
     def identity(self) -> str:
@@ -117,8 +118,22 @@ class CudaDriver:
 
     def memory_info(self) -> MemoryInfo:
         """Return free and total bytes, of the instance if the device is shared by MIG."""
-        found = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        try:
+            found = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        except self._nvml.NVMLError as error:
+            raise DeviceError(f"NVML does not tell the memory of device {self.ordinal}: {error}") from error
         return MemoryInfo(int(found.free), int(found.total))
+
+    def _has_memory(self) -> bool:
+        runtime, nvml = self._runtime, self._nvml
+        attribute = runtime.cudaDeviceAttr.cudaDevAttrIntegrated
+        if self._checked(runtime.cudaDeviceGetAttribute(attribute, self.ordinal)):
+            return False
+        try:
+            nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        except nvml.NVMLError_NotSupported:
+            return False
+        return True
 
     def _find_in_nvml(self, driver: Any) -> Any:
         """Return NVML's handle. By the device's UUID, since CUDA and NVML do not number devices alike."""
@@ -283,13 +298,6 @@ class CudaDriver:
         self._runtime.cudaFreeHost(address)
 
 
-def _no_memory(ordinal: int) -> str:
-    return (
-        f"CUDA device {ordinal} has no memory of its own (it is integrated and shares the host's), so there is nothing "
-        "to spill from it: it gets no tier. Set gpuspill.device to none to say so"
-    )
-
-
 # -- finding it ------------------------------------------------------------------------------------
 
 
@@ -343,9 +351,11 @@ def _open() -> GpuDevice:
     if missing:
         install = ", ".join(f"{name} (install {package})" for name, package in missing.items())
         raise ConfigError(
-            f"this machine has a driver for NVIDIA GPUs, but {install} cannot be imported. Without it nothing is spilled "
-            "from a GPU. Set gpuspill.device to none if nothing should be"
+            f"this machine has a driver for NVIDIA GPUs, but no {install}, so nothing is spilled from a GPU. "
+            "Set gpuspill.device to none if nothing should be"
         )
+    from gpuspill.device.gpu import GpuDevice  # needs NumPy, which RMM needs as well
+
     try:
         return GpuDevice(CudaDriver())
     except ImportError as error:

@@ -85,7 +85,10 @@ def _fits(upstream: Any, nbytes: int) -> bool:
 
 
 def _empty_caches() -> None:
-    """Have libraries that do not allocate through RMM give idle memory back: spilling their arrays filled their pools."""
+    """Have libraries that do not allocate through RMM give idle memory back: what their arrays had went to their pools.
+
+    A library that cannot do so now (half imported, no context) has nothing to give.
+    """
     with suppress(Exception):
         if (cupy := sys.modules.get("cupy")) is not None:
             cupy.get_default_memory_pool().free_all_blocks()

@@ -147,6 +147,8 @@ class Attachment:
         """Pin the inputs of a task and reserve room; None if it can simply run."""
         expected = self.sizes.expected(prefix)
         manager, tier = self.store.manager, self.store.tier
+        if tier is not None:
+            tier.verify()  # before the task runs, also if it needs nothing
         on_device = 0 if tier is None else self.device_sizes.expected(prefix)
         # Each thread may be running a task of this kind about which nothing was noted.
         if (tier is None or tier.has_room(self._threads * on_device)) and self.at_ease(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from gpuspill.config import Settings
 from gpuspill.device.base import Device
+from gpuspill.errors import ConfigError
 
 __all__ = ["device_limit", "find_device"]
+
+logger = logging.getLogger("gpuspill")
 
 #: Part of the device's memory that values may take, if nothing else is said; as dask-cuda has it.
 DEFAULT_FRACTION = 0.8
@@ -17,13 +22,24 @@ def find_device(settings: Settings) -> Device | None:
     Raises
     ------
     ConfigError
-        The simulated device cannot be made from the settings.
+        The device that was asked for cannot be had.
     """
-    if settings.device != "simulated":
+    if settings.device is None:
         return None
-    from gpuspill import simulated  # needs NumPy, which nothing else here does
+    if settings.device == "simulated":
+        from gpuspill import simulated  # needs NumPy, which nothing else here does
 
-    return simulated.device()
+        return simulated.device()
+    from gpuspill.device import cuda  # imports nothing of CUDA unless there is a driver
+
+    try:
+        return cuda.device()
+    except ConfigError as error:
+        if settings.device == "cuda":
+            raise ConfigError(f"gpuspill.device: found 'cuda', but {error}") from error
+        if not isinstance(error, cuda.NoDevice):
+            logger.warning("No tier for a device: %s.", error)
+        return None
 
 
 def device_limit(settings: Settings, device: Device) -> int | None:

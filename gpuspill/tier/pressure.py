@@ -88,9 +88,10 @@ class OutOfMemoryGuard:
 
     def _collect(self) -> bool:
         before = self._device.memory_info().free
-        gc.collect()
+        found = gc.collect()
         self._settle()
-        return self._device.memory_info().free > before
+        # A pool keeps what was freed, so the device may show nothing of it.
+        return bool(found) or self._device.memory_info().free > before
 
     def _give_up(self, nbytes: int) -> None:
         if self._logged:

@@ -4,17 +4,19 @@ The libraries for GPUs are stood in for by small modules with the part of their 
 CuPy can be imported, the real one is used as well, on addresses that nothing touches.
 """
 
+import gc
 import mmap
 import pickle
 import subprocess
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
 
 from gpuspill import simulated
-from gpuspill.device.arrays import ArrayRegistry, estimated_nbytes
+from gpuspill.device.arrays import ArrayRegistry, Recipe, estimated_nbytes
 from gpuspill.device.base import Allocation, AllocationId, Layout
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.devices import ArrayTests
@@ -202,15 +204,24 @@ def rmm(monkeypatch):
     module = types.ModuleType("rmm")
 
     class DeviceBuffer:
-        def __init__(self, ptr, size):
-            self.ptr = ptr
+        def __init__(self, *, ptr=0, size=0, mr=None):
+            self.ptr = ptr if mr is None else mr.allocate(size, "stream")
             self.size = size
+            self.mr = mr
+
+        def __del__(self):
+            if self.mr is not None:
+                self.mr.deallocate(self.ptr, self.size, "stream")
 
         @property
         def __cuda_array_interface__(self):
             return Interface(self.ptr, (self.size,), "|u1").interface
 
     module.DeviceBuffer = DeviceBuffer
+    module.mr = types.SimpleNamespace(
+        CallbackMemoryResource=lambda allocate, free: types.SimpleNamespace(allocate=allocate, deallocate=free),
+        get_current_device_resource=lambda: pytest.fail("asked for more memory"),
+    )
     monkeypatch.setitem(sys.modules, "rmm", module)
     return module
 
@@ -331,15 +342,53 @@ def test_torch_tensors_that_are_more_than_memory_are_left_alone(change, torch, r
 
 def test_rmm(rmm):
     registry = ArrayRegistry(pointer_device=lambda address: f"cuda:{address >> 28}")
-    buffer = rmm.DeviceBuffer(0x30000000, 4096)
+    buffer = rmm.DeviceBuffer(ptr=0x30000000, size=4096)
     found = registry.describe(buffer)
     assert found.identity == ("cuda:3", 0x30000000, 4096)
     assert found.owner is buffer
-    other = rmm.DeviceBuffer(0x20000, 4096)
+    other = rmm.DeviceBuffer(ptr=0x20000, size=4096)
     assert registry.rebuild(found.recipe, Memory(owner=other)) is other
-    for memory in (Memory(), Memory(nbytes=8192, owner=rmm.DeviceBuffer(0x20000, 8192))):
-        with pytest.raises(TypeError, match="another object owns"):
-            registry.rebuild(found.recipe, memory)
+    with pytest.raises(TypeError, match="a part of"):
+        registry.rebuild(found.recipe, Memory(nbytes=8192))
+
+
+@pytest.fixture(params=["look-alike", "RMM"])
+def buffers(request):
+    if request.param == "look-alike":
+        return request.getfixturevalue("rmm")
+    return pytest.importorskip("rmm", reason="RMM is not installed")
+
+
+def test_a_buffer_is_built_on_memory_that_it_keeps(buffers):
+    registry = ArrayRegistry()
+    recipe = Recipe("rmm", Layout(0, (4096,), (1,), "|u1", 1))
+    memory = Memory()
+    gone = weakref.ref(memory)
+    buffer = registry.rebuild(recipe, memory)
+    assert type(buffer) is buffers.DeviceBuffer
+    assert (buffer.ptr, buffer.size) == (0x20000, 4096)
+    assert registry.describe(buffer).identity == memory.identity
+    del memory
+    gc.collect()
+    assert gone() is not None
+    del buffer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_buffer_that_grows_takes_other_memory_and_gives_it_back(rmm):
+    calls = []
+
+    def note(*args):
+        calls.append(args)
+        return 0x50000
+
+    buffer = ArrayRegistry().rebuild(Recipe("rmm", Layout(0, (4096,), (1,), "|u1", 1)), Memory())
+    rmm.mr.get_current_device_resource = lambda: types.SimpleNamespace(allocate=note, deallocate=note)
+    assert buffer.mr.allocate(8192, "stream") == 0x50000
+    buffer.mr.deallocate(0x20000, 4096, "stream")
+    buffer.mr.deallocate(0x50000, 8192, "stream")
+    assert calls == [(8192, "stream"), (0x50000, 8192, "stream")]
 
 
 # -- all of them --------------------------------------------------------------------------------------

@@ -1,0 +1,238 @@
+"""Out-of-memory callbacks in RMM's stack of resources: on a look-alike, and on RMM itself where it is installed.
+
+Neither needs a GPU: memory comes from a simulated device, by RMM's resource that calls back into Python.
+"""
+
+import types
+
+import pytest
+
+from gpuspill.device.base import CopyPlan
+from gpuspill.device.gpu import GpuDevice
+from gpuspill.device.rmm_chain import RmmChain
+from gpuspill.device.simulated import ManualClock, SimulatedDevice
+from gpuspill.testing.devices import DeviceTests
+from gpuspill.testing.fake_driver import FakeDriver, FakeMemory
+
+ORDINAL = 5
+
+
+def look_alike():
+    """What is used of ``rmm.mr``, doing what RMM's sources do."""
+
+    class DeviceMemoryResource:
+        pass
+
+    class CallbackMemoryResource(DeviceMemoryResource):
+        def __init__(self, allocate_func, deallocate_func):
+            self.allocate = lambda nbytes, stream=None: allocate_func(nbytes, stream)
+            self.deallocate = lambda ptr, nbytes, stream=None: deallocate_func(ptr, nbytes, stream)
+
+    class UpstreamResourceAdaptor(DeviceMemoryResource):
+        def __init__(self, upstream_mr):
+            self.upstream_mr = upstream_mr
+
+        def get_upstream(self):
+            return self.upstream_mr
+
+        def allocate(self, nbytes, stream=None):
+            return self.upstream_mr.allocate(nbytes, stream)
+
+        def deallocate(self, ptr, nbytes, stream=None):
+            self.upstream_mr.deallocate(ptr, nbytes, stream)
+
+    class FailureCallbackResourceAdaptor(UpstreamResourceAdaptor):
+        def __init__(self, upstream_mr, callback):
+            super().__init__(upstream_mr)
+            self.callback = callback
+
+        def allocate(self, nbytes, stream=None):
+            while True:
+                try:
+                    return self.upstream_mr.allocate(nbytes, stream)
+                except MemoryError:
+                    try:
+                        again = self.callback(nbytes)
+                    except Exception as error:  # its way leads through C++
+                        raise RuntimeError(str(error)) from None
+                    if not again:
+                        raise
+
+    resources = {}
+    return types.SimpleNamespace(
+        CallbackMemoryResource=CallbackMemoryResource,
+        UpstreamResourceAdaptor=UpstreamResourceAdaptor,
+        FailureCallbackResourceAdaptor=FailureCallbackResourceAdaptor,
+        StatisticsResourceAdaptor=type("StatisticsResourceAdaptor", (UpstreamResourceAdaptor,), {}),
+        get_per_device_resource=resources.__getitem__,
+        set_per_device_resource=resources.__setitem__,
+    )
+
+
+@pytest.fixture(params=["look-alike", "RMM"])
+def mr(request):
+    if request.param == "look-alike":
+        return look_alike()
+    return pytest.importorskip("rmm.mr", reason="RMM is not installed")
+
+
+class RmmDriver(FakeDriver):
+    """A fake driver, all memory of which goes through RMM's resources."""
+
+    def __init__(self, device, mr):
+        super().__init__(device)
+        self.mr = mr
+        self.allocations = {}
+        self.chain = RmmChain(mr, ORDINAL)
+        self.reinitialize()
+
+    def reinitialize(self):
+        self.mr.set_per_device_resource(ORDINAL, self.mr.CallbackMemoryResource(self.take, self.give_back))
+
+    def take(self, nbytes, stream):
+        allocation = self.know(self.device.allocate(nbytes))
+        self.allocations[allocation.address] = allocation
+        return allocation.address
+
+    def give_back(self, address, nbytes, stream):
+        assert self.allocations.pop(address).nbytes == nbytes
+
+    def allocate(self, nbytes, stream):
+        resource = self.chain.resource()
+        return Memory(resource, resource.allocate(nbytes), nbytes)
+
+    def connected(self):
+        return self.chain.connected()
+
+    def connect(self, callback):
+        self.chain.connect(callback)
+
+    def disconnect(self):
+        self.chain.disconnect()
+
+
+class Memory(FakeMemory):
+    def __init__(self, resource, address, nbytes):
+        self.resource = resource
+        self.address = address
+        self.nbytes = nbytes
+
+    def free(self):
+        self.resource.deallocate(self.address, self.nbytes)
+
+
+class TestConformance(DeviceTests):
+    capacity = 1 << 20
+
+    @pytest.fixture
+    def driver(self, mr):
+        return RmmDriver(SimulatedDevice(1 << 20, bandwidth=1e6, latency=0.5, clock=ManualClock()), mr)
+
+    @pytest.fixture
+    def device(self, driver):
+        device = GpuDevice(driver, plan=CopyPlan())
+        yield device
+        device.close()
+        assert not driver.connected()
+
+
+@pytest.fixture
+def driver(mr):
+    return RmmDriver(SimulatedDevice(1000, clock=ManualClock()), mr)
+
+
+@pytest.fixture
+def device(driver):
+    return GpuDevice(driver, plan=CopyPlan())
+
+
+def refuse(asked, name):
+    def hook(nbytes, *_):
+        asked.append(name)
+        return False
+
+    return hook
+
+
+def test_memory_set_up_anew_is_noticed_and_the_hook_put_back(device, driver):
+    """And what was allocated before is given back to where it came from."""
+    asked = []
+    installation = device.on_out_of_memory(refuse(asked, "ours"))
+    before = device.allocate(100)
+    driver.reinitialize()
+    assert not installation.installed
+    with pytest.raises(MemoryError):
+        driver.chain.resource().allocate(2000)
+    assert asked == []
+    installation.reinstall()
+    assert installation.installed
+    with pytest.raises(MemoryError):
+        driver.chain.resource().allocate(2000)
+    assert asked == ["ours"]
+    del before
+    assert driver.device.statistics().live_bytes == 0
+    device.close()
+    assert not installation.installed
+
+
+def test_adaptors_stacked_on_ours_do_not_hide_it(device, driver, mr):
+    asked = []
+    installation = device.on_out_of_memory(refuse(asked, "ours"))
+    mr.set_per_device_resource(ORDINAL, mr.StatisticsResourceAdaptor(driver.chain.resource()))
+    assert installation.installed
+    installation.reinstall()
+    with pytest.raises(MemoryError):
+        driver.chain.resource().allocate(2000)
+    assert asked == ["ours"]
+    installation.uninstall()  # it cannot be taken out from below; it says no from now on
+    assert not installation.installed
+    with pytest.raises(MemoryError):
+        driver.chain.resource().allocate(2000)
+    assert asked == ["ours"]
+    installation.reinstall()
+    with pytest.raises(MemoryError):
+        driver.chain.resource().allocate(2000)
+    assert asked == ["ours", "ours"]
+
+
+def test_callbacks_of_others_below_and_on_ours_are_asked_too(device, driver, mr):
+    asked = []
+
+    def stack(name):
+        adaptor = mr.FailureCallbackResourceAdaptor(driver.chain.resource(), refuse(asked, name))
+        mr.set_per_device_resource(ORDINAL, adaptor)
+
+    stack("below")
+    device.on_out_of_memory(refuse(asked, "ours"))
+    stack("above")
+    with pytest.raises(MemoryError):
+        driver.chain.resource().allocate(2000)
+    assert asked == ["below", "ours", "above"]
+
+
+def test_a_hook_that_makes_room_lets_a_library_have_it(device, driver):
+    held = [device.allocate(400), device.allocate(400)]
+    asked = []
+
+    def hook(nbytes, retries):
+        asked.append(retries)
+        return bool(held and held.pop())
+
+    device.on_out_of_memory(hook)
+    resource = driver.chain.resource()
+    address = resource.allocate(900)
+    assert asked == [0, 1]
+    assert driver.find(address).nbytes == 900
+    resource.deallocate(address, 900)
+    assert driver.device.statistics().live_bytes == 0
+
+
+def test_libraries_are_asked_for_what_they_keep_for_later(device, driver, monkeypatch):
+    """What a spilled array had goes to its library's own pool, and only from there to the device."""
+    pool = [driver.device.allocate(900)]
+    library = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=pool.clear))
+    monkeypatch.setitem(__import__("sys").modules, "cupy", library)
+    monkeypatch.setitem(__import__("sys").modules, "torch", types.SimpleNamespace())  # half imported
+    device.on_out_of_memory(lambda nbytes, retries: retries == 0)
+    assert device.allocate(800).nbytes == 800
+    assert not pool

@@ -1,0 +1,169 @@
+"""Copies through pinned staging: complete, in the right order, and over when they say so."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from gpuspill.device.base import CopyPlan, DeviceError
+from gpuspill.device.simulated import ManualClock, SimulatedDevice
+from gpuspill.device.staging import Copier, probe
+from gpuspill.testing.devices import fetch, pattern, store
+
+MB = 2**20
+
+
+@pytest.fixture
+def device():
+    device = SimulatedDevice(MB, bandwidth=1e6, latency=0.5, clock=ManualClock())
+    yield device
+    device.validate()
+    assert device.statistics().copies_in_flight == 0
+    device.close()
+
+
+@pytest.fixture(params=[False, True], ids=["ordinary", "staged"])
+def staged(request):
+    return request.param
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 200, 201, 1000, 1023])
+def test_all_bytes_arrive(device, staged, nbytes):
+    copier = Copier(device, CopyPlan(100, staged))
+    data = pattern(nbytes)
+    host = bytearray(nbytes)
+    copier.to_host(store(device, data), memoryview(host))
+    assert host == data.tobytes()
+    allocation = device.allocate(nbytes)
+    copier.to_device(memoryview(bytes(host)), allocation)
+    assert fetch(device, allocation) == data.tobytes()
+    copier.close()
+    assert device.statistics().pinned_bytes == 0
+
+
+def test_two_buffers_a_copy_and_kept_for_the_next(device):
+    copier = Copier(device, CopyPlan(100, staged=True))
+    for _ in range(3):
+        copier.to_host(store(device, pattern(1000)), memoryview(bytearray(1000)))
+        assert device.statistics().pinned_bytes == 200
+    copier.to_device(memoryview(bytes(1000)), device.allocate(1000))
+    assert device.statistics().pinned_bytes == 400
+
+
+def test_at_most_two_copies_a_direction_have_staging(device, monkeypatch):
+    """The third waits; none waits for another while it has some."""
+    copier = Copier(device, CopyPlan(100, staged=True))
+    inside = threading.Barrier(3, timeout=60)
+    first = set()
+    real = device.copy_to_host
+
+    def copy(*args, **kwargs):
+        thread = threading.get_ident()
+        if len(first) < 2 and thread not in first:
+            first.add(thread)
+            inside.wait()
+        return real(*args, **kwargs)
+
+    sources = [store(device, pattern(500, seed)) for seed in range(4)]
+    hosts = [bytearray(500) for _ in sources]
+    monkeypatch.setattr(device, "copy_to_host", copy)
+    with ThreadPoolExecutor(4) as pool:
+        waiters = [pool.submit(copier.to_host, *pair) for pair in zip(sources, map(memoryview, hosts), strict=True)]
+        inside.wait()
+        for waiter in waiters:
+            waiter.result(timeout=60)
+    assert hosts == [pattern(500, seed).tobytes() for seed in range(4)]
+    assert device.statistics().pinned_bytes <= 400
+
+
+def test_without_pinned_memory_ordinary_memory_will_do(device, monkeypatch):
+    def fail(nbytes):
+        raise MemoryError
+
+    monkeypatch.setattr(device, "pinned", fail)
+    copier = Copier(device, CopyPlan(100, staged=True))
+    data = pattern(1000)
+    host = bytearray(1000)
+    copier.to_host(store(device, data), memoryview(host))
+    assert host == data.tobytes()
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3, 10])
+@pytest.mark.parametrize("kind", ["to_host", "to_device"])
+def test_when_it_raises_nothing_is_under_way(device, staged, monkeypatch, kind, fails):
+    copier = Copier(device, CopyPlan(100, staged))
+    allocation = store(device, pattern(1000))
+    name = f"copy_{kind}"
+    real = getattr(device, name)
+    calls = iter(range(1, 100))
+
+    def copy(*args, **kwargs):
+        if next(calls) == fails:
+            raise DeviceError("broken")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, name, copy)
+        ends = [allocation, memoryview(bytearray(1000))]
+        with pytest.raises(DeviceError, match="broken"):
+            getattr(copier, kind)(*(ends if kind == "to_host" else reversed(ends)))
+    assert device.statistics().copies_in_flight == 0
+    host = bytearray(1000)
+    copier.to_device(memoryview(bytes(range(250)) * 4), allocation)  # the staging is usable again
+    copier.to_host(allocation, memoryview(host))
+    assert host == bytes(range(250)) * 4
+
+
+def test_the_piece_is_the_smallest_that_is_about_as_fast_as_the_fastest():
+    """A millisecond of latency at 1 GB/s: small pieces cost much, and from some size on it does not matter."""
+    clock = ManualClock()
+    device = SimulatedDevice(256 * MB, bandwidth=1e9, latency=1e-3, checks=False, clock=clock)
+    plan = probe(device, clock.now)
+    seconds = {chunk: 32 * MB / 1e9 + 32 * MB / chunk * 1e-3 for chunk in (MB, 2 * MB, 4 * MB, 8 * MB, 16 * MB)}
+    assert plan.chunk_nbytes == min(chunk for chunk, took in seconds.items() if took <= 1.05 * min(seconds.values()))
+    assert device.statistics().live_bytes == device.statistics().pinned_bytes == 0
+    no_latency = SimulatedDevice(256 * MB, bandwidth=1e9, checks=False, clock=clock)
+    assert probe(no_latency, clock.now).chunk_nbytes == MB
+
+
+@pytest.mark.parametrize("slow", ["ordinary", "staged"])
+def test_pinned_or_not_is_what_was_faster(monkeypatch, slow):
+    """Time passes where the test says: in copies whose host end is, or is not, pinned memory of one piece."""
+    clock = ManualClock()
+    device = SimulatedDevice(256 * MB, bandwidth=1e9, latency=1e-3, checks=False, clock=clock)
+    pieces = {}  # with a view of each, so that no other memory gets its address
+    pinned, copy = device.pinned, device.copy_to_host
+
+    def pin(nbytes):
+        buffer = pinned(nbytes)
+        address = np.frombuffer(buffer.view, np.uint8).__array_interface__["data"][0]
+        pieces[address, address + nbytes] = buffer.view
+        return buffer
+
+    def copy_slowly(allocation, host, stream, *, offset=0):
+        address = np.frombuffer(host, np.uint8).__array_interface__["data"][0]
+        is_pinned = any(low <= address < high for low, high in pieces)
+        if is_pinned == (slow == "staged"):
+            clock.advance(0.1)
+        return copy(allocation, host, stream, offset=offset)
+
+    monkeypatch.setattr(device, "pinned", pin)
+    monkeypatch.setattr(device, "copy_to_host", copy_slowly)
+    assert probe(device, clock.now).staged == (slow == "ordinary")
+
+
+def test_without_room_nothing_is_tried(device):
+    with pytest.raises(MemoryError, match="too little room"):
+        probe(device)
+    assert device.statistics().allocations == 0
+
+
+def test_bytes_are_moved_as_bytes(device, staged):
+    copier = Copier(device, CopyPlan(100, staged))
+    values = np.arange(100.0)
+    allocation = device.allocate(800)
+    copier.to_device(memoryview(values), allocation)
+    back = np.empty(100)
+    copier.to_host(allocation, memoryview(back))
+    np.testing.assert_array_equal(back, values)
