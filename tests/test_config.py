@@ -84,7 +84,7 @@ SECONDS = {
 }  # fmt: skip
 
 DEVICE = {
-    "good": [*((value, None) for value in OFF), ("auto", "auto"), ("simulated", "simulated")],
+    "good": [*((value, None) for value in OFF), ("auto", "auto"), ("simulated", "simulated"), (" CUDA ", "cuda")],
     "bad": ["gpu", 1, True, [], {}, 1.5, object()],
 }
 DEVICE_LIMIT = {

@@ -13,8 +13,11 @@ from gpuspill.device import cuda
 from gpuspill.device.base import DeviceError, MemoryInfo
 from gpuspill.device.driver import Driver
 from gpuspill.device.gpu import GpuDevice
+from gpuspill.device.simulated import SimulatedDevice
 from gpuspill.distributed.devices import find_device
+from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError
+from gpuspill.testing.fake_driver import FakeDriver
 
 
 @pytest.fixture
@@ -126,6 +129,22 @@ def test_a_failure_is_not_remembered(machine):
     assert find_device(Settings.load(device="auto")) is None
     machine.setattr(cuda, "CudaDriver", lambda: "driver")
     assert find_device(Settings.load(device="auto")) is not None
+
+
+def test_a_store_has_a_tier_for_it(machine, tmp_path):
+    """Its limit is a part of the device's memory; the callback is there before the first value and gone in the end."""
+    driver = FakeDriver(SimulatedDevice(10_000))
+    machine.setattr(cuda, "CudaDriver", lambda: driver)
+    store = build_store(Settings.load(device="cuda", device_memory_limit=0.5), str(tmp_path))
+    try:
+        assert store.tier.device is cuda.device()
+        assert store.tier.manager.limit == 5000
+        assert driver.connected()
+        assert store.statistics().device_limit == 5000
+        assert driver.streams == 0
+    finally:
+        store.close()
+    assert not driver.connected()
 
 
 # -- calling the libraries --------------------------------------------------------------------------

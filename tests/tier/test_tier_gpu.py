@@ -26,6 +26,8 @@ class Adapter(SimulatedAdapter):
 
     def __init__(self, driver):
         self.driver = driver
+        #: What a library's array does by itself: keep the port's allocation.
+        self.kept = []
 
     def describe(self, value, registry):
         self.driver.know(value.allocation)
@@ -33,12 +35,8 @@ class Adapter(SimulatedAdapter):
 
     def rebuild(self, memory, layout):
         array = super().rebuild(self.driver.find(memory.address), layout)
-        kept.append((array, memory))
+        self.kept.append((array, memory))
         return array
-
-
-#: What a library's array does by itself: it keeps the port's allocation.
-kept: list = []
 
 
 class Rig:
@@ -48,7 +46,8 @@ class Rig:
         self.device = GpuDevice(self.driver, plan=CopyPlan(chunk, staged))
         self.disk = MemoryStore()
         self.host = ProxifyManager(limit=None, store=self.disk, serializer=PickleSerializer(), sizeof=lambda value: 100)
-        self.tier = DeviceTier(self.device, self.host, limit=limit, registry=ArrayRegistry([Adapter(self.driver)]))
+        self.adapter = Adapter(self.driver)
+        self.tier = DeviceTier(self.device, self.host, limit=limit, registry=ArrayRegistry([self.adapter]))
         self.skeletons = {}
 
     def put(self, key, value):
@@ -59,13 +58,13 @@ class Rig:
 
     def to_disk(self):
         gc.collect()
-        kept.clear()
+        self.adapter.kept.clear()
         self.tier.settle()
         self.tier.manager.evict_all()
         self.host.evict_all()
 
     def close(self):
-        kept.clear()
+        self.adapter.kept.clear()
         self.skeletons.clear()
         self.tier.close()
         self.host.close()

@@ -1,0 +1,46 @@
+"""What the bandwidth benchmark for GPUs computes, on a link of which the speed is known."""
+
+import pytest
+from gpu_bandwidth import measure, problems, table
+
+from gpuspill.device.base import CopyPlan
+from gpuspill.device.gpu import GpuDevice
+from gpuspill.device.simulated import ManualClock, SimulatedDevice
+from gpuspill.testing.fake_driver import FakeDriver
+
+MB = 2**20
+NBYTES = 8 * MB
+
+
+def figures(latency=0.0, raw=1e9):
+    """1 GB/s in each direction, without anything else that takes time."""
+    clock = ManualClock()
+    simulated = SimulatedDevice(64 * MB, bandwidth=1e9, latency=latency, checks=False, clock=clock)
+    device = GpuDevice(FakeDriver(simulated), plan=CopyPlan(MB, staged=True))
+    copies = {kind: lambda: clock.advance(NBYTES / raw) for kind in ("to_host", "to_device")}
+    return measure(device, copies, NBYTES, clock.now)
+
+
+def test_a_link_that_is_as_fast_as_it_says():
+    found = figures()
+    speeds = ("raw_to_host", "raw_to_device", "port_to_host", "port_to_device", "staged_to_host", "pageable_to_device")
+    assert [found[name] for name in speeds] == pytest.approx([1e9] * len(speeds))
+    assert found["port_both"] == pytest.approx(2e9)
+    assert found["port_share"] == pytest.approx(1)
+    assert found["both_share"] == pytest.approx(2)
+    assert problems(found) == []
+    assert "| port, pinned, pieces of 1 MiB | 1.0 | 1.0 | 2.0 |" in table(found)
+
+
+def test_a_port_that_is_slower_than_a_raw_copy_is_noticed():
+    """Each piece costs half as much again."""
+    found = figures(latency=MB / 1e9 / 2)
+    assert found["port_share"] == pytest.approx(1 / 1.5)
+    (problem,) = problems(found)
+    assert "67%" in problem
+
+
+def test_directions_that_wait_for_each_other_are_noticed():
+    found = figures() | {"both_share": 1.1}
+    (problem,) = problems(found)
+    assert "1.10" in problem

@@ -1,0 +1,5 @@
+import pytest
+
+pytest.register_assert_rewrite(
+    "gpuspill.testing.device_arrays", "gpuspill.testing.device_copies", "gpuspill.testing.device_memory"
+)
