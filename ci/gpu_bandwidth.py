@@ -1,7 +1,7 @@
 """How fast the port copies, beside a raw pinned copy.
 
-``ci/gpu_bandwidth.py [--json FILE] [--check]`` prints the lines that belong in docs/benchmarks.md. With --check it exits
-with 1 unless
+``ci/gpu_bandwidth.py [--json FILE] [--check]`` prints the lines that belong in docs/benchmarks.md. With --check it
+exits with 1 unless
 
 * a copy through the port into pinned memory reaches 90 % of one call of cudaMemcpyAsync for the whole size, and
 * both directions at the same time move at least 1.5 times the bytes a second of the better one alone.

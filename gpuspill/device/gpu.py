@@ -273,9 +273,8 @@ class GpuDevice(Device):
 
     def _copy(self, kind: StreamKind, allocation: Allocation, host: HostArray, stream: Stream, offset: int) -> GpuEvent:
         ours = self._own(allocation)
-        if stream not in self._streams.values():
+        if not isinstance(stream, GpuStream) or stream not in tuple(self._streams.values()):
             raise ValueError(f"{stream!r} is not one of the streams that {self!r} copies on")
-        assert isinstance(stream, GpuStream)
         if offset < 0 or offset + host.nbytes > ours.nbytes:
             raise ValueError(f"bytes {offset} to {offset + host.nbytes} are not within {ours!r}")
         ours.require()
