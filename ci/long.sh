@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Run the state machines of the core and of the manager for long, with steps that no run had before:
-#   ci/long.sh [steps of each (default 100000)] [seed (default: the time)]
+# Run the state machines of the core, of the manager and of the mapping for long, with steps that no run had before:
+#   ci/long.sh [steps of each (default 100000), of the mapping a tenth] [seed (default: the time)]
 #
 # The steps done are printed. A failure is shortened and printed with the seed that repeats it.
 #
 # VENV   environment to run in (default: .venv, which `make test` has made)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export GPUSPILL_CORE_STEPS=${1:-100000} GPUSPILL_MANAGER_STEPS=${1:-100000} GPUSPILL_SEED=${2:-$(date +%s)}
+steps=${1:-100000}
+export GPUSPILL_CORE_STEPS=$steps GPUSPILL_MANAGER_STEPS=$steps GPUSPILL_MAPPING_STEPS=$((steps / 10)) GPUSPILL_SEED=${2:-$(date +%s)}
 echo "seed $GPUSPILL_SEED"
-exec "${VENV:-.venv}/bin/python" -m pytest -s --timeout=0 tests/core/test_state_machine.py tests/test_manager_machine.py
+exec "${VENV:-.venv}/bin/python" -m pytest -s --timeout=0 tests/core/test_state_machine.py tests/test_manager_machine.py \
+    tests/distributed/test_mapping_machine.py

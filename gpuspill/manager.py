@@ -671,7 +671,8 @@ class ProxifyManager:
                 return
             self._metadata.forbid_nested("evict")
             limit, disk_limit = state.memory.limit, state.disk.limit
-            state.set_limits(-1, disk_limit)  # so that values of no size go as well
+            # Below nothing, so that values of no size go as well, and whatever the offset takes off.
+            state.set_limits(min(0, state.memory.offset) - 1, disk_limit)
         try:
             while True:
                 done = self._spiller.step() is not None

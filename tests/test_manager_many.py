@@ -192,6 +192,16 @@ def test_nothing_is_spilled_or_waited_for_after_closing(kit):
     assert kit.store.statistics().writes == 0
 
 
+def test_everything_is_evicted_whatever_the_offset():
+    kit = Bench(100)
+    kit.manager.set_offset(-1000)
+    kit.manager.store("a", Thing())
+    kit.manager.evict_all()
+    assert not kit.manager.is_resident("a")
+    assert kit.manager.offset == -1000
+    kit.close()
+
+
 def test_closing_grants_what_waits():
     kit = Bench(100)
     kit.manager.store("a", Thing())
