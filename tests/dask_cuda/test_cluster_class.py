@@ -1,12 +1,15 @@
 """``gpuspill.LocalCUDACluster`` on the real class of dask-cuda: what reaches it and the workers. None is started."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("dask_cuda", reason="dask-cuda is not installed: see ci/test_dask_cuda.sh")
 
 import dask
 import dask_cuda
-from dask_cuda.plugins import RMMSetup
+from dask_cuda.plugins import CUDFSetup, RMMSetup
 
 import gpuspill
 from gpuspill.distributed.attachment import create
@@ -45,8 +48,8 @@ def options_of(cluster):
     return name, spec["options"]
 
 
-def rmm(options):
-    (plugin,) = (plugin for plugin in options["plugins"] if isinstance(plugin, RMMSetup))
+def plugin_of(options, kind):
+    (plugin,) = (plugin for plugin in options["plugins"] if isinstance(plugin, kind))
     return plugin
 
 
@@ -118,7 +121,7 @@ def test_what_is_about_rmm_and_hosts_passes_through(tmp_path):
         resources={"GPU": 1},
     ) as cluster:
         _, options = options_of(cluster)
-    plugin = rmm(options)
+    plugin = plugin_of(options, RMMSetup)
     assert plugin.initial_pool_size == "2 GB"
     assert plugin.maximum_pool_size == "3 GB"
     assert plugin.managed_memory is True
@@ -137,9 +140,18 @@ def test_the_asynchronous_allocator_passes_through():
     with start(
         CUDA_VISIBLE_DEVICES="0", device_memory_limit=0, rmm_async=True, rmm_release_threshold="1 GB"
     ) as cluster:
-        plugin = rmm(options_of(cluster)[1])
+        plugin = plugin_of(options_of(cluster)[1], RMMSetup)
     assert plugin.async_alloc is True
     assert plugin.release_threshold == "1 GB"
+
+
+def test_what_is_about_cudf_passes_through(monkeypatch):
+    options = {}
+    monkeypatch.setitem(sys.modules, "cudf", SimpleNamespace(set_option=options.__setitem__))
+    with start(CUDA_VISIBLE_DEVICES="0", device_memory_limit=0, enable_cudf_spill=True, cudf_spill_stats=2) as cluster:
+        plugin = plugin_of(options_of(cluster)[1], CUDFSetup)
+    assert (plugin.spill, plugin.spill_stats) == (True, 2)
+    assert options == {"spill": True, "spill_stats": 2}  # in this process
 
 
 def test_errors_are_dask_cudas_own():

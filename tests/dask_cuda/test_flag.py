@@ -129,6 +129,22 @@ def test_a_worker_class_of_ones_own_gets_a_preload(command):
     assert called["preload"] == ("json", "gpuspill")
 
 
+def test_all_other_options_pass_through(command):
+    words = """--enable-cudf-spill --cudf-spill-stats 2 --rmm-pool-size 2GB --rmm-maximum-pool-size 3GB
+        --rmm-managed-memory --rmm-async --rmm-release-threshold 1GB --rmm-log-directory . --rmm-track-allocations
+        --set-rmm-allocator-for-libs cupy,torch --protocol ucx --enable-tcp-over-ucx --enable-infiniband
+        --enable-nvlink --enable-rdmacm --pre-import json --nthreads 2 --local-directory . --memory-limit 3GB""".split()
+    plain = dict(command()[1])
+    result, called = command("--disable-jit-unspill", *words)
+    assert result.exit_code == 0, result.output
+    stock = dict(called)
+    changed = [name for name in stock if stock[name] != plain[name]]
+    assert len(changed) == sum(word.startswith("--") for word in words)
+    result, called = command("--enable-jit-unspill", *words)
+    assert result.exit_code == 0, result.output
+    assert called == {**stock, "worker_class": "gpuspill.Worker"}
+
+
 @pytest.mark.parametrize(
     ("configured", "words", "on"),
     [

@@ -13,6 +13,7 @@ from dask_cuda.device_host_file import DeviceHostFile
 from distributed import wait
 from distributed.utils_test import gen_cluster
 
+import gpuspill
 from gpuspill.distributed.dask_cuda import adopted_options, bind, missing_parts, why_no_devices
 from gpuspill.distributed.mapping import SpillStore
 
@@ -103,3 +104,11 @@ def test_a_worker_that_dask_cuda_has_set_up_keeps_its_limit(configured):
     directory = []
     body()
     assert not os.path.exists(directory[0])
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"data": gpuspill.data()})
+async def test_the_summary_of_dask_cuda_config_works(c, s, a):
+    assert isinstance(a.data, SpillStore)
+    found = await dask_cuda.utils.get_cluster_configuration(c)
+    assert found["memory_limit"] == a.memory_manager.memory_limit
+    assert "device-memory-limit" not in found  # it asks a DeviceHostFile
