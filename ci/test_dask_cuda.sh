@@ -2,8 +2,8 @@
 # Test beside the real dask-cuda, CuPy, RMM and numba-cuda on a machine without a device:
 #   ci/test_dask_cuda.sh [--source DIR] [--ref REF] [--only-ours]
 #
-# Makes an environment with those packages, runs tests/dask_cuda there, then dask-cuda's own tests: first without
-# gpuspill, to find out which need no device, then those with it. They come from dask-cuda's repository at the tag of the
+# Makes an environment with those packages, runs tests/dask_cuda there and those of the CUDA adapter, then dask-cuda's own
+# tests: first without gpuspill, to find out which need no device, then those with it. They come from dask-cuda's repository at the tag of the
 # installed release: cloned, or from the git directory DIR, at REF.
 #
 # VENV     where the environment is made (default: .venv-dask-cuda)
@@ -42,6 +42,8 @@ install=("$python" -m pip install -qq --no-input --disable-pip-version-check)
 
 status=0
 "$python" -m pytest tests/dask_cuda tests/test_cluster.py tests/distributed/test_effective.py || status=1
+# With the libraries' own functions and resources, which need no device.
+"$python" -m pytest tests/device/test_cuda.py tests/device/test_rmm_chain.py tests/device/test_device_arrays.py || status=1
 [ -z "$only_ours" ] || exit $status
 
 rm -rf "$output"

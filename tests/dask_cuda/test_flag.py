@@ -53,6 +53,11 @@ def command(monkeypatch):
 
 
 OURS = ("enable_jit_unspill", "shared_filesystem")
+#: Of dask-cuda, none with the value that it has anyway.
+OPTIONS = """--enable-cudf-spill --cudf-spill-stats 2 --rmm-pool-size 2GB --rmm-maximum-pool-size 3GB
+    --rmm-managed-memory --rmm-async --rmm-release-threshold 1GB --rmm-log-directory . --rmm-track-allocations
+    --set-rmm-allocator-for-libs cupy,torch --protocol ucx --enable-tcp-over-ucx --enable-infiniband
+    --enable-nvlink --enable-rdmacm --pre-import json --nthreads 2 --local-directory . --memory-limit 3GB"""
 
 
 def test_it_is_on_dask_cudas_command_once():
@@ -130,10 +135,7 @@ def test_a_worker_class_of_ones_own_gets_a_preload(command):
 
 
 def test_all_other_options_pass_through(command):
-    words = """--enable-cudf-spill --cudf-spill-stats 2 --rmm-pool-size 2GB --rmm-maximum-pool-size 3GB
-        --rmm-managed-memory --rmm-async --rmm-release-threshold 1GB --rmm-log-directory . --rmm-track-allocations
-        --set-rmm-allocator-for-libs cupy,torch --protocol ucx --enable-tcp-over-ucx --enable-infiniband
-        --enable-nvlink --enable-rdmacm --pre-import json --nthreads 2 --local-directory . --memory-limit 3GB""".split()
+    words = OPTIONS.split()
     plain = dict(command()[1])
     result, called = command("--disable-jit-unspill", *words)
     assert result.exit_code == 0, result.output
