@@ -49,6 +49,7 @@ from gpuspill.device.simulation.memory import FRESH, PENDING, SimulatedAllocatio
 from gpuspill.device.simulation.pinned import SimulatedPinned
 from gpuspill.device.simulation.schedule import Schedule
 from gpuspill.device.simulation.streams import SimulatedEvent, SimulatedStream
+from gpuspill.device.simulation.timeline import Span
 
 __all__ = [
     "FRESH",
@@ -317,6 +318,17 @@ class SimulatedDevice(Device):
         with self._lock:
             heap = self._allocator.collected()
             heap.peak_bytes = heap.live_bytes
+
+    def start_timeline(self) -> None:
+        """Note from now on what is done when; what was noted before is forgotten. Takes memory for each copy."""
+        with self._lock:
+            self._schedule.timeline = []
+
+    def stop_timeline(self) -> list[Span]:
+        """Note nothing any more; return what was, in the order in which it was enqueued."""
+        with self._lock:
+            spans, self._schedule.timeline = self._schedule.timeline, None
+            return spans or []
 
     def validate(self) -> None:
         """Raise AssertionError unless all indices agree with each other."""

@@ -22,6 +22,7 @@ from gpuspill.simulated.array import Array
 from gpuspill.simulated.creation import arange, asarray, asnumpy, empty, full, ones, zeros
 from gpuspill.simulated.current import configure, device, use
 from gpuspill.simulated.frames import Description, describe, from_frames, rebuild, to_frames
+from gpuspill.simulated.kernels import run_kernel
 
 __all__ = [
     "Array",
@@ -40,6 +41,7 @@ __all__ = [
     "full",
     "ones",
     "rebuild",
+    "run_kernel",
     "to_frames",
     "use",
     "zeros",

@@ -50,15 +50,17 @@ class Call:
 
     def __init__(self, cls: type[A], device: SimulatedDevice | None = None) -> None:
         self._cls: type[ArrayView] = cls
-        self._device = device
+        self._device: SimulatedDevice | None = None
+        self._default = device
         self._inputs: dict[int, tuple[HostArray, ArrayView]] = {}
         self._event: SimulatedEvent | None = None
 
     @property
     def device(self) -> SimulatedDevice:
-        """The device of the arguments."""
-        assert self._device is not None, "no argument is on a device"
-        return self._device
+        """The device of the arguments, or the one for results if none of them is on a device."""
+        device = self._device or self._default
+        assert device is not None, "no argument is on a device"
+        return device
 
     def unwrap(self, value: Any, *, host: bool = False) -> Any:
         """Return `value` with every array of the device replaced by what NumPy sees.
@@ -90,12 +92,12 @@ class Call:
             return type(value)(self.unwrap(item, host=host) for item in value)
         return value
 
-    def enqueue(self, what: str, writes: Collection[ArrayView] = ()) -> None:
+    def enqueue(self, what: str, writes: Collection[ArrayView] = (), seconds: float = 0.0) -> None:
         """Count the computation as enqueued; errors as :meth:`Kernels.launch`."""
         written = {id(array.allocation): array.allocation for array in writes}
         read = {id(a.allocation): a.allocation for _, a in self._inputs.values() if id(a.allocation) not in written}
-        latency = self.device.configuration.kernel_latency
-        self._event = self.device.kernels.launch(what, read.values(), written.values(), latency)
+        seconds += self.device.configuration.kernel_latency
+        self._event = self.device.kernels.launch(what, read.values(), written.values(), seconds)
 
     def view_of_input(self, result: HostArray) -> ArrayView | None:
         """Return `result` as an array on the allocation of an argument, if it shares its memory."""
@@ -160,6 +162,7 @@ def launch(
     host: Collection[int | str] = (),
     writes: Collection[ArrayView] = (),
     device: SimulatedDevice | None = None,
+    seconds: float = 0.0,
 ) -> Any:
     """Compute on the device.
 
@@ -179,6 +182,8 @@ def launch(
         Which of the arguments it writes to.
     device
         Where to put results if no argument is on a device.
+    seconds
+        How long it takes on the device, besides the device's own latency.
 
     Raises
     ------
@@ -190,5 +195,5 @@ def launch(
     call = Call(cls, device)
     seen = [call.unwrap(value, host=i in host) for i, value in enumerate(args)]
     named = {name: call.unwrap(value, host=name in host) for name, value in kwargs.items()}
-    call.enqueue(what, writes)
+    call.enqueue(what, writes, seconds)
     return call.wrap(function(*seen, **named), what)

@@ -15,6 +15,7 @@ from gpuspill.device.simulation.clock import Clock
 from gpuspill.device.simulation.copies import Copy
 from gpuspill.device.simulation.memory import Mark, SimulatedAllocation
 from gpuspill.device.simulation.streams import SimulatedEvent, SimulatedStream
+from gpuspill.device.simulation.timeline import Span
 
 if TYPE_CHECKING:
     from gpuspill.device.simulated import SimulatedDevice
@@ -35,6 +36,8 @@ class Schedule:
         How often the contract was found broken.
     pinned_bytes
         Host memory that counts as pinned.
+    timeline
+        Where to note what is done when; None if nobody wants to know.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -43,6 +46,7 @@ class Schedule:
         self.streams: list[SimulatedStream] = []
         self.violations = 0
         self.pinned_bytes = 0
+        self.timeline: list[Span] | None = None
         self._links: dict[StreamKind, float] = {"to_host": 0.0, "to_device": 0.0}
 
     def new_stream(self, device: SimulatedDevice, name: str) -> SimulatedStream:
@@ -61,6 +65,9 @@ class Schedule:
             start = max(start, self._links[copy.kind])
             self._links[copy.kind] = start + seconds
         stream.ready_at = start + seconds
+        if self.timeline is not None and seconds:
+            lane, nbytes = (stream.name, 0) if copy is None else (copy.kind, copy.nbytes)
+            self.timeline.append(Span(lane, start, start + seconds, nbytes))
         stream.issued += 1
         event = SimulatedEvent(self, stream, copy)
         if copy is not None:

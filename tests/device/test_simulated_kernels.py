@@ -1,0 +1,96 @@
+"""Computations of one's own on the simulated device, and what it was doing when."""
+
+import numpy as np
+import pytest
+
+from gpuspill import simulated
+from gpuspill.device.base import UnorderedAccess
+from gpuspill.device.simulation.timeline import Span, busy_seconds, common_seconds
+from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy, empty, run_kernel
+
+
+@pytest.fixture
+def device():
+    device = SimulatedDevice(10**6, bandwidth=1e6, clock=ManualClock())
+    with simulated.use(device):
+        yield device
+    device.validate()
+
+
+def scaled(x, out, factor):
+    out[:] = x * factor
+
+
+def test_a_computation_takes_the_devices_time_and_not_the_callers(device):
+    x, y = asarray(np.arange(10.0)), empty(10)
+    start = device.clock.now()
+    assert run_kernel(scaled, x, y, factor=3, writes=(y,), seconds=2.0) is None
+    assert device.clock.now() == start
+    assert not device.current_stream().record().done()
+    device.current_stream().synchronize()
+    assert device.clock.now() == start + 2.0
+    np.testing.assert_array_equal(asnumpy(y), np.arange(10.0) * 3)
+
+
+def test_results_are_on_the_device_also_without_arguments_there(device):
+    made = run_kernel(np.arange, 5, seconds=1.0)
+    assert made.device is device
+    np.testing.assert_array_equal(asnumpy(made), np.arange(5))
+    with simulated.use(SimulatedDevice(1000)):
+        assert run_kernel(np.add, made, 1).device is device
+
+
+def test_it_is_ordered_as_any_other_computation(device):
+    x, y = asarray(np.arange(10.0)), empty(10)
+    with device.use_stream(device.new_stream("other")) as other:
+        run_kernel(scaled, x, y, 2, writes=(y,), seconds=1.0)
+    with pytest.raises(UnorderedAccess, match="scaled"):
+        asnumpy(y)
+    other.synchronize()
+    np.testing.assert_array_equal(asnumpy(y), np.arange(10.0) * 2)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_seconds_that_make_no_sense(device, seconds):
+    with pytest.raises(ValueError, match="^seconds"):
+        run_kernel(np.zeros, 3, seconds=seconds)
+    assert device.statistics().kernels == 0
+
+
+def test_host_arrays_are_not_welcome(device):
+    with pytest.raises(TypeError, match="asarray"):
+        run_kernel(np.add, asarray([1.0]), np.ones(1))
+
+
+def test_the_timeline_has_what_was_scheduled(device):
+    x = asarray(np.zeros(1000, np.uint8))
+    device.start_timeline()
+    down, up = device.stream("to_host"), device.stream("to_device")
+    there = device.allocate(2000)
+    events = [
+        device.copy_to_host(x.allocation, bytearray(1000), down),
+        device.copy_to_device(bytearray(2000), there, up),
+        device.copy_to_host(x.allocation, bytearray(500), down),
+    ]
+    run_kernel(np.zeros, 3, seconds=0.25)
+    now = device.clock.now()
+    for event in events:
+        event.wait()
+    spans = device.stop_timeline()
+    assert [(lane, pytest.approx(start - now), pytest.approx(end - now), n) for lane, start, end, n in spans] == [
+        ("to_host", 0, 0.001, 1000),
+        ("to_device", 0, 0.002, 2000),
+        ("to_host", 0.001, 0.0015, 500),
+        ("default", 0, 0.25, 0),
+    ]
+    asnumpy(x)
+    assert device.stop_timeline() == []
+
+
+def test_what_overlaps_counts_once():
+    some = [Span("a", 4.0, 6.0), Span("a", 0.0, 2.0), Span("a", 1.0, 3.0)]
+    others = [Span("b", 2.5, 4.5), Span("b", 5.0, 5.5), Span("b", 7.0, 9.0)]
+    assert busy_seconds(some) == 5.0
+    assert common_seconds(some, others) == common_seconds(others, some) == 0.5 + 0.5 + 0.5
+    assert common_seconds(some, some) == 5.0
+    assert busy_seconds([]) == common_seconds(some, []) == 0.0
