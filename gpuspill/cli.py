@@ -236,6 +236,53 @@ def transpose(
     _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
 
 
+@bench.command()
+@_arms_option("gpuspill,fits", "gpuspill, fits")
+@_repeat_option(5)
+@click.option("--limit", type=SIZE, default="4GiB", show_default=True, help="Values to keep on the device.")
+@click.option("--ratio", type=float, default=3.0, show_default=True, help="Size of the array divided by the limit.")
+@click.option("--chunk", type=SIZE, default="256MiB", show_default=True, help="Size of a block.")
+@click.option("--passes", type=int, default=4, show_default=True, help="How often to go over the array.")
+@click.option(
+    "--balance",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Seconds of all kernels by those of copying the array in one direction.",
+)
+@click.option("--bandwidth", type=SIZE, default="10GB", show_default=True, help="Of the link, a second and direction.")
+@click.option("--thin", type=int, default=16, show_default=True, help="Of so many bytes one is really there.")
+@click.option("--nthreads", type=click.IntRange(min=1), default=2, show_default=True)
+@JSON_OPTION
+def device(
+    arms: str,
+    repeat: int,
+    limit: int,
+    ratio: float,
+    chunk: int,
+    passes: int,
+    balance: float,
+    bandwidth: int,
+    thin: int,
+    nthreads: int,
+    json_path: Path | None,
+) -> None:
+    """Run kernels on a simulated device while blocks are copied to and from it."""
+    from gpuspill.bench.device import DeviceJob, benchmark
+
+    job = DeviceJob(
+        limit=limit,
+        ratio=ratio,
+        chunk=chunk,
+        passes=passes,
+        balance=balance,
+        bandwidth=bandwidth,
+        thin=thin,
+        threads=nthreads,
+    )
+    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+
+
 def _progress(line: str) -> None:
     # To stderr: what is on stdout is the result.
     click.echo(line, err=True)

@@ -52,7 +52,7 @@ def test_it_is_ordered_as_any_other_computation(device):
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
 def test_seconds_that_make_no_sense(device, seconds):
-    with pytest.raises(ValueError, match="^seconds"):
+    with pytest.raises(ValueError, match=r"^seconds"):
         run_kernel(np.zeros, 3, seconds=seconds)
     assert device.statistics().kernels == 0
 
