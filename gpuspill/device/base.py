@@ -370,6 +370,13 @@ class Device(ABC):
     def stream(self, kind: StreamKind) -> Stream:
         """Return the port's own stream for copies in one direction; the same one at each call."""
 
+    def fence(self, allocation: Allocation) -> Event | None:
+        """Return an event for all that was enqueued so far for an allocation, by whomever and on whatever stream.
+
+        Never blocks. None, which is the default, where the device does not know: synchronise with all of it instead.
+        """
+        return None
+
     @abstractmethod
     def copy_to_host(
         self, allocation: Allocation, host_buffer: HostBuffer, stream: Stream, *, offset: int = 0

@@ -234,6 +234,11 @@ class SimulatedDevice(Device):
             raise ValueError(f"{stream!r} is not of {self!r}")
         return stream
 
+    def fence(self, allocation: Allocation) -> SimulatedEvent:
+        """Return an event for all that was enqueued so far for an allocation; see :meth:`Device.fence`."""
+        with self._lock:
+            return self._schedule.after(self._own(allocation))
+
     def copy_to_host(
         self, allocation: Allocation, host_buffer: HostBuffer, stream: Stream, *, offset: int = 0
     ) -> SimulatedEvent:

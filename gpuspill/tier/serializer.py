@@ -62,8 +62,12 @@ class DeviceSerializer:
         buffer = self._allocate(value.unit.nbytes)
         problem: str | None = None
         try:
-            # Whoever computed what is there did so on a stream that is not known.
-            self._device.synchronize()
+            # Whoever computed what is there did so on a stream that is not known here.
+            enqueued = self._device.fence(value.allocation)
+            if enqueued is None:
+                self._device.synchronize()
+            else:
+                enqueued.wait()
             self._copier.to_host(value.allocation, buffer)
         except DeviceError as error:
             problem = f"could not copy {value.unit.nbytes} bytes from {self._device!r}: {error}"

@@ -84,6 +84,17 @@ class Schedule:
         else:
             allocation.readers[stream.ident] = mark
 
+    def after(self, allocation: SimulatedAllocation) -> SimulatedEvent:
+        """Return an event after all work that was enqueued for an allocation."""
+        marks = list(allocation.readers.values())
+        if allocation.writer is not None:
+            marks.append(allocation.writer)
+        event = SimulatedEvent(self, self.streams[0])
+        # What is observed to be done needs no waiting; the rest is done when its stream is, at the latest.
+        event.seen = {ident: number for ident, number, _ in marks if self.streams[ident].completed < number}
+        event.number, event.due = 0, max((self.streams[ident].ready_at for ident in event.seen), default=0.0)
+        return event
+
     def check(self, stream: SimulatedStream, allocation: SimulatedAllocation, what: str, *, writes: bool) -> None:
         """Raise UnorderedAccess unless work enqueued on `stream` now may use `allocation`."""
         earlier = [] if allocation.writer is None else [allocation.writer]
