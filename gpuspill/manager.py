@@ -550,6 +550,26 @@ class ProxifyManager:
             for pid in admission.pids.values():
                 state.unpin(pid)
 
+    def worth_making_room(self, key: Hashable, nbytes: int) -> bool:
+        """Whether `nbytes` are free, or what would leave for them is needed later than `key`, if at all."""
+        with self._metadata as state:
+            if state.memory.fits(nbytes):
+                return True
+            victim = state.queue.peek()
+            if victim is None:
+                return False
+            mine, other = state.uses.next(key), state.queue.next_use(victim)
+            return mine is not None and (other is None or other > mine)
+
+    def give_back_output(self, admission: Admission) -> None:
+        """Give back what was promised to an admission for an output."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.give_back_output, admission))
+                return
+            state.shrink(admission.reservation, max(0, admission.reservation.nbytes - admission.output_nbytes))
+            admission.output_nbytes = 0
+
     def prefetch(self, keys: Iterable[Hashable]) -> int:
         """Begin to restore values ahead of their use, as far as there is room without a write.
 

@@ -127,6 +127,8 @@ class Attachment:
         tier = self.store.tier
         if tier is not None:
             tier.manager.set_limit(device_limit(settings, tier.device), None)
+            # What the tasks that have just ended read: the scheduler's word to give it up is on its way.
+            tier.patience = 2 * self._threads
 
     # -- questions of the hooks ------------------------------------------------------------------
 
@@ -175,6 +177,8 @@ class Attachment:
         if tier is not None:
             on_device = tier.new_nbytes(value)
             self.device_sizes.learn(prefix, on_device)
+            # What ended last is what most likely runs next.
+            tier.headroom = self._threads * self.device_sizes.expected(prefix)
             nbytes = max(0, nbytes - on_device)
         self.sizes.learn(prefix, nbytes)
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace as replace_fields
+from functools import partial
 from typing import Any
 
 from gpuspill.admission import Admission
 from gpuspill.buffers import BufferPool
+from gpuspill.core.budget import Kind
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
 from gpuspill.device.arrays import ArrayDescription, ArrayRegistry, Recipe
@@ -32,6 +34,8 @@ __all__ = ["DeviceTier", "lost"]
 
 logger = logging.getLogger("gpuspill")
 
+#: So many units are brought ahead of their use, or wait for room for that, at a time.
+_AHEAD = 8
 #: What a skeleton is charged for in host memory, at least.
 SKELETON_NBYTES = 256
 
@@ -66,6 +70,11 @@ class DeviceTier:
         As given.
     manager
         Manager of the device's memory, by unit.
+    headroom
+        Bytes to keep free when units are brought ahead of their use: for what the tasks that run until then return.
+    patience
+        How many of the values that were used up last leave only when there is nothing else to evict: they are likely to
+        be given up in a moment, and would be copied for nothing.
 
     Notes
     -----
@@ -104,6 +113,10 @@ class DeviceTier:
             restore_threads=restore_threads,
             name=f"{name}-device",
         )
+        self.headroom = 0
+        self.patience = 0
+        self._ahead: dict[Unit, Admission] = {}
+        self._ended: dict[Hashable, tuple[Unit, ...]] = {}
         self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
 
     # -- in ----------------------------------------------------------------------------------------
@@ -409,7 +422,12 @@ class DeviceTier:
         self.settle()
         self._guard.verify()
         units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
-        return self.manager.admit(label, units, output_nbytes)
+        admission = self.manager.admit(label, units, output_nbytes)
+        for unit in units:
+            ahead = self._ahead.get(unit)
+            if ahead is not None and not ahead.granted:
+                ahead.release()  # it is its turn
+        return admission
 
     def expect_use(self, value: Any, order: Order | None, user: Hashable) -> None:
         """Note when `user`, a key, is needed next; a smaller `order` is sooner, None says that nothing is known.
@@ -427,15 +445,63 @@ class DeviceTier:
             for unit in value.units:
                 unit.users.add(user)
             self.manager.expect_uses(value.units, order, user)
-        elif any(user in unit.users for unit in value.units):
-            for unit in value.units:
-                unit.users.discard(user)
-            self.manager.drop_uses(value.units, user)
+            self._ended.pop(user, None)
+        elif user not in self._ended and any(user in unit.users for unit in value.units):
+            # It stays what is needed soonest, and so leaves last, until enough others were used up.
+            self._ended[user] = value.units
+            if len(self._ended) > self.patience:
+                user = next(iter(self._ended))
+                self._drop_uses(self._ended.pop(user), user)
+
+    def _drop_uses(self, units: Iterable[Unit], user: Hashable) -> None:
+        for unit in units:
+            unit.users.discard(user)
+        self.manager.drop_uses(units, user)
 
     def prefetch(self, values: Iterable[Any]) -> int:
-        """Begin to copy to the device what values have, as far as there is room; return how many units."""
-        units = [unit for value in values if type(value) is Skeleton for unit in value.units]
-        return self.manager.prefetch(units) if units else 0
+        """Begin to copy to the device what values have, which is going to be needed in this order; never blocks.
+
+        Where there is no room it is made, before anybody waits for it, by spilling what is needed later. Nothing that
+        is needed sooner has to leave, and tasks that wait for room are served first.
+
+        Returns
+        -------
+        int
+            How many units were asked for.
+        """
+        begun = 0
+        for unit in [unit for value in values if type(value) is Skeleton for unit in value.units]:
+            if unit in self._ahead:
+                continue
+            if len(self._ahead) >= _AHEAD:
+                break
+            try:
+                if self.manager.tier_of(unit) is Tier.HOST:
+                    continue
+                if not self.manager.worth_making_room(unit, unit.nbytes + self.headroom):
+                    break
+                admission = self.manager.admit(None, [unit], self.headroom, kind=Kind.TRANSFER)
+            except KeyError:
+                continue  # given up meanwhile
+            self._ahead[unit] = admission
+            begun += 1
+            admission.add_done_callback(partial(self._bring, unit, admission))
+        return begun
+
+    def _bring(self, unit: Unit, admission: Admission) -> None:
+        """There is room for a unit that was asked for ahead of its use, or it is not wanted any more."""
+
+        def end(_: object = None) -> None:
+            self._ahead.pop(unit, None)
+            admission.release()
+
+        if not admission.granted or admission.overrun:
+            end()
+            return
+        self._guard.verify()
+        future = self.manager.materialize_later(admission)
+        self.manager.give_back_output(admission)
+        future.add_done_callback(end)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would leave half of the limit free."""
