@@ -178,7 +178,7 @@ class Attachment:
             on_device = tier.new_nbytes(value)
             self.device_sizes.learn(prefix, on_device)
             # What ended last is what most likely runs next.
-            tier.headroom = self._threads * self.device_sizes.expected(prefix)
+            tier.ahead.headroom = self._threads * self.device_sizes.expected(prefix)
             nbytes = max(0, nbytes - on_device)
         self.sizes.learn(prefix, nbytes)
 

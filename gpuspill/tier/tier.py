@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace as replace_fields
-from functools import partial
 from typing import Any
 
 from gpuspill.admission import Admission
 from gpuspill.buffers import BufferPool
-from gpuspill.core.budget import Kind
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
 from gpuspill.device.arrays import ArrayDescription, ArrayRegistry, Recipe
@@ -21,6 +20,7 @@ from gpuspill.device.base import Device
 from gpuspill.device.external import external_types
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
+from gpuspill.tier.ahead import Lookahead
 from gpuspill.tier.book import Book
 from gpuspill.tier.composites import Composite, DeviceObject, Families
 from gpuspill.tier.pressure import OutOfMemoryGuard
@@ -34,8 +34,6 @@ __all__ = ["DeviceTier", "lost"]
 
 logger = logging.getLogger("gpuspill")
 
-#: So many units are brought ahead of their use, or wait for room for that, at a time.
-_AHEAD = 8
 #: What a skeleton is charged for in host memory, at least.
 SKELETON_NBYTES = 256
 
@@ -70,8 +68,8 @@ class DeviceTier:
         As given.
     manager
         Manager of the device's memory, by unit.
-    headroom
-        Bytes to keep free when units are brought ahead of their use: for what the tasks that run until then return.
+    ahead
+        Brings units before they are needed.
     patience
         How many of the values that were used up last leave only when there is nothing else to evict: they are likely to
         be given up in a moment, and would be copied for nothing.
@@ -113,11 +111,10 @@ class DeviceTier:
             restore_threads=restore_threads,
             name=f"{name}-device",
         )
-        self.headroom = 0
         self.patience = 0
-        self._ahead: dict[Unit, Admission] = {}
-        self._ended: dict[Hashable, tuple[Unit, ...]] = {}
+        self._ended: OrderedDict[Hashable, tuple[Unit, ...]] = OrderedDict()
         self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
+        self.ahead = Lookahead(self.manager, self._guard.verify)
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -423,10 +420,7 @@ class DeviceTier:
         self._guard.verify()
         units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
         admission = self.manager.admit(label, units, output_nbytes)
-        for unit in units:
-            ahead = self._ahead.get(unit)
-            if ahead is not None and not ahead.granted:
-                ahead.release()  # it is its turn
+        self.ahead.needed_now(units)
         return admission
 
     def expect_use(self, value: Any, order: Order | None, user: Hashable) -> None:
@@ -446,62 +440,20 @@ class DeviceTier:
                 unit.users.add(user)
             self.manager.expect_uses(value.units, order, user)
             self._ended.pop(user, None)
-        elif user not in self._ended and any(user in unit.users for unit in value.units):
+        elif any(user in unit.users for unit in value.units):
             # It stays what is needed soonest, and so leaves last, until enough others were used up.
             self._ended[user] = value.units
             if len(self._ended) > self.patience:
-                user = next(iter(self._ended))
-                self._drop_uses(self._ended.pop(user), user)
+                self._drop_uses(*self._ended.popitem(last=False))
 
-    def _drop_uses(self, units: Iterable[Unit], user: Hashable) -> None:
+    def _drop_uses(self, user: Hashable, units: Iterable[Unit]) -> None:
         for unit in units:
             unit.users.discard(user)
         self.manager.drop_uses(units, user)
 
     def prefetch(self, values: Iterable[Any]) -> int:
-        """Begin to copy to the device what values have, which is going to be needed in this order; never blocks.
-
-        Where there is no room it is made, before anybody waits for it, by spilling what is needed later. Nothing that
-        is needed sooner has to leave, and tasks that wait for room are served first.
-
-        Returns
-        -------
-        int
-            How many units were asked for.
-        """
-        begun = 0
-        for unit in [unit for value in values if type(value) is Skeleton for unit in value.units]:
-            if unit in self._ahead:
-                continue
-            if len(self._ahead) >= _AHEAD:
-                break
-            try:
-                if self.manager.tier_of(unit) is Tier.HOST:
-                    continue
-                if not self.manager.worth_making_room(unit, unit.nbytes + self.headroom):
-                    break
-                admission = self.manager.admit(None, [unit], self.headroom, kind=Kind.TRANSFER)
-            except KeyError:
-                continue  # given up meanwhile
-            self._ahead[unit] = admission
-            begun += 1
-            admission.add_done_callback(partial(self._bring, unit, admission))
-        return begun
-
-    def _bring(self, unit: Unit, admission: Admission) -> None:
-        """There is room for a unit that was asked for ahead of its use, or it is not wanted any more."""
-
-        def end(_: object = None) -> None:
-            self._ahead.pop(unit, None)
-            admission.release()
-
-        if not admission.granted or admission.overrun:
-            end()
-            return
-        self._guard.verify()
-        future = self.manager.materialize_later(admission)
-        self.manager.give_back_output(admission)
-        future.add_done_callback(end)
+        """Begin to bring what values have, which are going to be needed in this order; see :meth:`Lookahead.bring`."""
+        return self.ahead.bring(unit for value in values if type(value) is Skeleton for unit in value.units)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would leave half of the limit free."""

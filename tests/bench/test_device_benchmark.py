@@ -20,7 +20,10 @@ def test_device_on_both_arms() -> None:
     for sample in result.samples:
         assert {row.metric for row in ROWS} <= set(sample.metrics)
         assert sample.figure("kernels") == 64
-        assert sample.figure("compute") == pytest.approx(32 * job.kernel, rel=0.9)
+        # Two threads: the busier one has at least half of the kernels, and all of them at most.
+        busiest = sample.figure("compute") / job.kernel
+        assert busiest == pytest.approx(round(busiest))
+        assert 32 <= round(busiest) <= 64
         assert sample.figure("violations") == sample.figure("loop_operations") == 0
     # 32 blocks and room for 16: at least as many have to come in each pass, and as many to leave.
     for direction in ("to_host", "to_device"):

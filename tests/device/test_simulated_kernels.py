@@ -94,3 +94,43 @@ def test_what_overlaps_counts_once():
     assert common_seconds(some, others) == common_seconds(others, some) == 0.5 + 0.5 + 0.5
     assert common_seconds(some, some) == 5.0
     assert busy_seconds([]) == common_seconds(some, []) == 0.0
+
+
+def test_a_fence_is_for_what_was_enqueued_for_one_allocation(device):
+    x, y, untouched = asarray(np.arange(10.0)), empty(10), empty(10)
+    with device.use_stream(device.new_stream("producer")):
+        run_kernel(scaled, x, y, 2, writes=(y,), seconds=2.0)
+    with device.use_stream(device.new_stream("reader")):
+        run_kernel(np.sum, x, seconds=5.0)
+    with device.use_stream(device.new_stream("somebody else")):
+        run_kernel(np.zeros, 3, seconds=100.0)
+    start = device.clock.now()
+    assert device.fence(untouched.allocation).done()
+    written, read = device.fence(y.allocation), device.fence(x.allocation)
+    assert not written.done()
+    assert device.clock.now() == start
+    written.wait()
+    assert device.clock.now() == start + 2.0
+    np.testing.assert_array_equal(asnumpy(y), np.arange(10.0) * 2)  # raises if that were not known to be done
+    assert device.fence(y.allocation).done()
+    assert not read.done()
+    read.wait()
+    assert start + 5.0 <= device.clock.now() < start + 100.0
+    device.copy_to_device(bytearray(80), x.allocation, device.stream("to_device")).wait()
+
+
+def test_a_fence_is_for_copies_as_well(device):
+    allocation = device.allocate(1000)
+    copy = device.copy_to_device(b"\x01" * 1000, allocation, device.stream("to_device"))
+    host = bytearray(1000)
+    with pytest.raises(UnorderedAccess):
+        device.copy_to_host(allocation, host, device.stream("to_host"))
+    device.fence(allocation).wait()
+    device.copy_to_host(allocation, host, device.stream("to_host")).wait()
+    assert bytes(host) == b"\x01" * 1000
+    assert copy.done()
+
+
+def test_only_the_device_that_has_it_knows_what_was_enqueued_for_an_allocation(device):
+    with pytest.raises(ValueError, match="is not of"):
+        SimulatedDevice(1000).fence(device.allocate(10))
