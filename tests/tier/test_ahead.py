@@ -261,3 +261,13 @@ def test_a_spill_waits_for_what_was_enqueued_for_its_unit(make, monkeypatch, kno
     took = rig.device.clock.now() - start
     assert 2.0 <= took < 3.0 if knows else took >= 100.0
     np.testing.assert_array_equal(asnumpy(rig.tier.resolve(rig.keys["x"])), np.ones(KB))
+
+
+def test_after_closing_nothing_is_brought(make):
+    rig = filled(make, 2, "a", "b")
+    rig.expect(a=1, b=2)
+    rig.tier.close()
+    rig.prefetch("a")
+    assert rig.on_device() == "b"
+    statistics = rig.tier.statistics()
+    assert (statistics.pinned_nbytes, statistics.reserved_nbytes) == (0, 0)
