@@ -31,6 +31,7 @@ __all__ = [
     "StorageError",
     "StorageFull",
     "Unspillable",
+    "cut_loose",
 ]
 
 
@@ -97,3 +98,19 @@ class RecordLost(DataLostError):
 
 class RecordCorrupt(DataLostError):
     """A record's bytes are not those that were written (checksum, header or lengths differ)."""
+
+
+def cut_loose(error: BaseException) -> None:
+    """Take the tracebacks off an error and off what led to it.
+
+    They refer to the frames of the failed calls, and these to the arguments, which would look held, and to the errors,
+    so that only garbage collection would let go of them.
+    """
+    left: list[BaseException | None] = [error]
+    seen = set()
+    while left:
+        found = left.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            found.__traceback__ = None
+            left += found.__cause__, found.__context__

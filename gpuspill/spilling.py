@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from gpuspill.core.sizes import SizeModel
+from gpuspill.errors import cut_loose
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
 from gpuspill.serialization import Encoded, Serializer
@@ -176,8 +177,7 @@ class Spiller:
                 error,
             )
         if error is not None:
-            # The traceback refers to the frames of the failed call, and these to the value, which would look held.
-            error.__traceback__ = None
+            cut_loose(error)
         with self._metadata as state:
             self._retry_at = max(self._retry_at, self._metadata.clock() + self._pause)
             state.fail_spill(pid, forever=forever)

@@ -1,14 +1,17 @@
 """What cannot be written, now or ever, what cannot be read, and what is lost."""
 
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from gpuspill.core.residency import State, Tier
-from gpuspill.errors import DataLostError, StorageError, StorageFull
-from gpuspill.testing.managers import Bench
-from tests.things import Thing, Unloadable, Unpicklable, squeeze
+from gpuspill.errors import DataLostError, StorageError, StorageFull, cut_loose
+from gpuspill.serialization import PickleSerializer
+from gpuspill.testing.managers import Bench, bench
+from tests.things import Delegating, Endless, Nested, Thing, Unloadable, Unpicklable, squeeze
 
 
 @pytest.fixture
@@ -18,27 +21,77 @@ def kit() -> Iterator[Bench]:
     kit.close()
 
 
-def test_what_cannot_be_pickled_stays_and_stops_nobody(kit, caplog):
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Unpicklable, "not for pickling"), (Endless, "RecursionError"), (Nested, "RecursionError")]
+)
+def test_what_cannot_be_pickled_stays_and_stops_nobody(kit, caplog, kind, message):
     manager = kit.manager
     for key in range(5):
-        manager.store(("bad", key), Unpicklable(key))
+        manager.store(("bad", key), kind(key))
         manager.store(("good", key), Thing(key))
     assert squeeze(kit) == float("inf"), "trying again does not help"
     assert sorted(manager.keys_in(Tier.HOST)) == [("bad", key) for key in range(5)]
     assert manager.statistics().unspillable == 5
     assert len(caplog.records) == 1, "one warning for the type"
-    assert "Unpicklable" in caplog.text
-    assert "not for pickling" in caplog.text
+    assert kind.__name__ in caplog.text
+    assert message in caplog.text
     for key in range(5):
         manager.discard(("bad", key))
     assert manager.statistics().unspillable == 0
 
 
-def test_what_cannot_be_rebuilt_says_so_each_time_and_is_not_lost(kit):
-    kit.manager.store("a", Unloadable())
+class KeepsItsErrors(PickleSerializer):
+    """As dask does, which makes the error, its traceback and the frame in it refer to each other, and to the value."""
+
+    def dumps(self, value):
+        try:
+            return super().dumps(value)
+        except Exception as error:
+            kept = error
+            raise TypeError("could not serialise") from kept
+
+
+def test_what_could_not_be_serialised_is_let_go_of_at_once():
+    with bench(serializer=KeepsItsErrors()) as kit:
+        value = Unpicklable()
+        ghost = weakref.ref(value)
+        kit.manager.store("a", value)
+        del value
+        gc.disable()
+        try:
+            squeeze(kit)
+            assert kit.manager.statistics().unspillable == 1
+            kit.manager.discard("a")
+            assert ghost() is None
+        finally:
+            gc.enable()
+
+
+def test_errors_that_lead_to_themselves_are_cut_loose():
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            first = error
+            raise ValueError("second") from error
+    except ValueError as error:
+        second = error
+    first.__cause__ = second
+    second.__cause__ = second
+    cut_loose(second)
+    assert first.__traceback__ is None
+    assert second.__traceback__ is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [(Unloadable, ValueError, "cannot be rebuilt"), (Delegating, RecursionError, "maximum recursion depth")],
+)
+def test_what_cannot_be_rebuilt_says_so_each_time_and_is_not_lost(kit, kind, error, message):
+    kit.manager.store("a", kind())
     kit.spill("a")
     for _ in range(2):
-        with pytest.raises(ValueError, match="cannot be rebuilt"):
+        with pytest.raises(error, match=message):
             kit.manager.get("a")
         assert kit.state("a") is State.SPILLED
     assert kit.records() == 1

@@ -26,6 +26,21 @@ class Unpicklable(Thing):
         raise TypeError("this is not for pickling")
 
 
+class Endless(Thing):
+    def __reduce__(self):
+        return self.__reduce__()
+
+
+class Nested(Thing):
+    """Deeper than pickle goes."""
+
+    def __init__(self, content: object = 0, nbytes: int = 100) -> None:
+        super().__init__(content, nbytes)
+        self.nested: list[Any] = []
+        for _ in range(100_000):
+            self.nested = [self.nested]
+
+
 def explode(message: str) -> None:
     raise ValueError(message)
 
@@ -33,6 +48,16 @@ def explode(message: str) -> None:
 class Unloadable(Thing):
     def __reduce__(self):
         return explode, ("cannot be rebuilt",)
+
+
+class Delegating:
+    """Can be pickled, and while it is rebuilt asks itself for what it does not have yet."""
+
+    def __init__(self) -> None:
+        self.thing = Thing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.thing, name)
 
 
 VALUES: dict[str, Any] = {

@@ -103,7 +103,7 @@ class DeviceFamilies(DaskSerializer):
         """Whether a type, or one that it derives from, is registered with the ``cuda`` family."""
         try:
             cuda_serialize.dispatch(cls)  # type: ignore[no-untyped-call]
-        except TypeError:
+        except Exception:  # TypeError if not; anything, where what dask has for the type's library does not suit it
             return False
         return True
 

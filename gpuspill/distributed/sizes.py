@@ -18,11 +18,14 @@ __all__ = ["Noted", "claimed_nbytes", "external_nbytes", "measure"]
 def claimed_nbytes(value: object) -> int | None:
     """Return the size that an object claims, in bytes, if dask knows no size for its type; else None. Never raises.
 
-    What dask says of such types is ``sys.getsizeof``, which knows nothing of memory elsewhere.
+    What dask says of such types is ``sys.getsizeof``, which knows nothing of memory elsewhere, or nothing: looking for
+    the size of a type makes dask import what it has for the type's library, which raises for Numba's simulator.
     """
-    if sizeof.dispatch(type(value)) is not sizeof_default:  # type: ignore[no-untyped-call]
-        return None
-    return estimated_nbytes(value)
+    try:
+        known = sizeof.dispatch(type(value)) is not sizeof_default  # type: ignore[no-untyped-call]
+    except Exception:
+        known = False
+    return None if known else estimated_nbytes(value)
 
 
 def measure(value: object) -> int:

@@ -18,7 +18,7 @@ from gpuspill.core.residency import Tier
 from gpuspill.device.arrays import ArrayDescription, ArrayRegistry, Recipe
 from gpuspill.device.base import Device
 from gpuspill.device.external import external_types
-from gpuspill.errors import DataLostError
+from gpuspill.errors import DataLostError, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.tier.ahead import Lookahead
 from gpuspill.tier.book import Book
@@ -219,7 +219,7 @@ class DeviceTier:
                     self.device.borrow(found.identity, found.owner)
         except Exception as error:
             logger.debug("cannot take a value of type %s apart: %r", type(item).__qualname__, error)
-            _cut_loose(error)
+            cut_loose(error)
             return None
         if not any(found is not None for _, found in described):
             return None
@@ -587,13 +587,6 @@ def _named(error: DataLostError, values: Mapping[Hashable, Any]) -> DataLostErro
         if type(value) is Skeleton and error.key in value.units:
             return lost(error, key)
     return error
-
-
-def _cut_loose(error: BaseException | None) -> None:
-    """Take the tracebacks off an error: they refer to the value, and dask's errors to themselves."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _frame_recipe(found: ArrayDescription) -> Recipe:

@@ -6,6 +6,8 @@ import types
 import numpy as np
 import pytest
 from dask.sizeof import sizeof
+from distributed.protocol.cuda import cuda_serialize
+from distributed.protocol.serialize import dask_serialize
 
 from gpuspill import simulated
 from gpuspill.config import Settings
@@ -64,6 +66,47 @@ def test_a_registered_size_is_believed(store):
     store["x"] = Registered(10_000)
     assert store.manager.nbytes("x") == 123
     assert store.statistics().estimated_nbytes == 0
+
+
+@pytest.fixture
+def foreign(monkeypatch):
+    """A type of a library for which dask has something that fails to import: sizes, and ways to serialise."""
+
+    def register():
+        raise AttributeError("the library has no such type")
+
+    for dispatch in (sizeof, dask_serialize, cuda_serialize):
+        monkeypatch.setitem(dispatch._lazy, "foreign", register)
+    return type("Foreign", (Unknown,), {"__module__": "foreign.arrays"})
+
+
+def test_a_type_for_which_dask_fails_to_find_a_size(store, foreign, caplog):
+    store.nbytes_of = None
+    store["x"] = foreign(10_000)
+    store["y"] = np.ones(3)
+    store.manager.evict_all()
+    statistics = store.statistics()
+    assert store.manager.nbytes("x") == statistics.host_nbytes == statistics.estimated_nbytes == 10_000
+    assert (statistics.unspillable, statistics.disk_keys) == (1, 1)
+    assert type(store["x"]) is foreign
+    (record,) = caplog.records
+    assert record.name == "gpuspill"
+    assert "Foreign" in record.message
+
+
+def test_such_a_type_beside_values_on_a_device(tmp_path, foreign):
+    device = SimulatedDevice(1 << 16, clock=ManualClock())
+    with simulated.use(device):
+        store = build_store(Settings.load(device="simulated"), str(tmp_path))
+        store["x"] = foreign(10_000)
+        store["y"] = [foreign(5_000), asarray(np.ones(10))]
+        statistics = store.statistics()
+        assert statistics.device_nbytes == 80
+        assert statistics.estimated_nbytes == store.manager.nbytes("x") == 10_000
+        one, array = store["y"]
+        assert type(one) is foreign
+        assert simulated.asnumpy(array).sum() == 10
+        store.close()
 
 
 @pytest.fixture
