@@ -4,6 +4,7 @@
 #   make demo         see it spill: a cluster smaller than its data, checked against plain computation
 #   make test         the whole test suite        (ARGS="-k name" is passed on to pytest)
 #   make test-quick   the unit layers only: no clusters, nothing marked slow
+#   make test-numba   the tests with Numba's CUDA simulator, which takes 210 MB more
 #   make lint         ruff, mypy, direction of imports
 #   make bench        the headline benchmark      (BENCH="tiny" for another one)
 #   make clean        remove all that these targets made
@@ -17,7 +18,7 @@ BENCH ?= persist-sum --arms stock,gpuspill,nospill --repeat 5
 export PYTHON VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick lint bench venv clean
+.PHONY: help demo test test-quick test-numba lint bench venv clean
 
 help:
 	@sed -n 's/^#  *\(make \)/  \1/p' Makefile
@@ -36,6 +37,10 @@ test: $(VENV)/.installed
 
 test-quick: $(VENV)/.installed
 	@ci/test.sh quick $(ARGS)
+
+test-numba: $(VENV)/.installed
+	@$(VENV)/bin/python -m pip install -qq --no-input --disable-pip-version-check --editable '.[test-numba]'
+	@ci/test.sh all tests/distributed/test_numba.py $(ARGS)
 
 lint: $(VENV)/.installed
 	@ci/lint.sh

@@ -2,7 +2,7 @@
 # Test against the oldest releases that gpuspill supports, and the newest: ci/nightly.sh [arm...]
 #
 #   oldest            the dask, distributed and zict that pyproject.toml names as oldest
-#   newest            the newest of them
+#   newest            the newest of them, and Numba, whose CUDA simulator some tests want
 #   dask-cuda-oldest  the oldest dask-cuda that it names, with what belongs to it
 #   dask-cuda-newest  the newest one
 #
@@ -35,7 +35,7 @@ run_arm() {
     local arm=$1 venv=$venvs/$1 requirements hooks tests
     case $arm in
     oldest) requirements=$(oldest dask distributed zict) || return ;;
-    newest) requirements="dask distributed zict" ;;
+    newest) requirements="dask distributed zict numba" ;;
     dask-cuda-oldest) requirements="cuda-bindings==12.* $(oldest dask-cuda) cupy-cuda12x rmm-cu12 numba-cuda nvidia-ml-py" || return ;;
     dask-cuda-newest) requirements="cuda-bindings==12.* dask-cuda cupy-cuda12x rmm-cu12 numba-cuda nvidia-ml-py" ;;
     *)
