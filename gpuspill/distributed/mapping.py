@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import (
     Awaitable,
@@ -399,6 +400,9 @@ class SpillStore(MutableMapping[Hashable, object]):
         if self.tier is not None:
             self.tier.close()
         self.manager.close()
+        if self.tier is not None:
+            # What the threads that have just ended let go of last: nobody comes by any more to notice.
+            self.tier.settle()
         if self.pool is not None:
             self.pool.close()
 
@@ -429,8 +433,16 @@ def _resolved(source: Future[dict[Hashable, Any]], tier: DeviceTier) -> Future[d
             tier.resolve_later(source.result()).add_done_callback(copy)
 
     source.add_done_callback(found)
-    result.add_done_callback(lambda _: source.cancel())
+    # Futures keep their callbacks when they are done. One that knew the other both ways would keep the values, and what
+    # they have on the device, until the garbage collector comes.
+    asked = weakref.ref(source)
+    result.add_done_callback(lambda _: _cancel(asked()))
     return result
+
+
+def _cancel(future: Future[Any] | None) -> None:
+    if future is not None:
+        future.cancel()
 
 
 def _copy_outcome(source: Future[dict[Hashable, Any]], target: asyncio.Future[dict[Hashable, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import threading
 
@@ -489,3 +490,26 @@ def test_close_removes_files_and_keeps_what_is_in_memory(tmp_path):
     assert sorted(store) == ["x", "y"]
     del store["x"]
     assert len(store) == 1
+
+
+def test_what_was_gathered_from_a_device_goes_without_the_garbage_collector(tmp_path):
+    device = simulated.SimulatedDevice(10_000)
+
+    async def gather():
+        got = await store.async_get(["x", "on disk"])
+        assert simulated.asnumpy(got["x"][0]).sum() == 100
+
+    with simulated.use(device):
+        store = build_store(Settings(device="simulated"), str(tmp_path))
+        gc.disable()
+        try:
+            store["x"] = [simulated.asarray(np.ones(100, "u1")), np.ones(10)]
+            store["on disk"] = np.ones(10)
+            spill(store, "on disk")
+            asyncio.run(gather())
+            del store["x"]
+            store.close()
+            assert device.statistics().live_bytes == 0
+        finally:
+            gc.enable()
+            store.close()

@@ -176,9 +176,11 @@ class Mapping(RuleBasedStateMachine):
                 assert all(same(self.store[key], value) for key, value in self.model.items())
                 for key in list(self.store):
                     del self.store[key]
+                self.store.close()
+                self.loop.run_until_complete(asyncio.sleep(0))  # callbacks have what nobody waited for
                 assert self.store.memory_total() == 0
                 assert self.store.manager.spilled_total == (0, 0)
-                self.store.close()
+                self.store.tier.settle()  # of what those let go of
                 assert self.device.statistics().live_bytes == 0
                 assert not list(Path(self.directory).rglob("*.*"))
         finally:
