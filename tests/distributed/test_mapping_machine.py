@@ -22,7 +22,7 @@ from gpuspill.distributed.factory import build_store
 from gpuspill.testing.walks import run_steps
 
 SEED = int(os.environ.get("GPUSPILL_SEED", "0"))
-WANTED = int(os.environ.get("GPUSPILL_MAPPING_STEPS", "1000"))
+WANTED = int(os.environ.get("GPUSPILL_MAPPING_STEPS", "5000"))
 
 KEYS = st.sampled_from([f"key-{number}" for number in range(8)])
 SIZES = st.integers(0, 3000)
