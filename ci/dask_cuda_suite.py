@@ -40,6 +40,7 @@ class DeviceFree(Arm):
             **kept,
             **ARMS[self.name],
             "DASK_CUDA_TEST_DISABLE_DEVICE_SPECIFIC": "1",
+            "DASK_CUDA_WAIT_WORKERS_MIN_TIMEOUT": "60",  # its own setting; 10 s are not enough on a machine under load
             "SUITE_ARM": "stock",  # stores are chosen as a user would, and not by sitecustomize
             "SUITE_OUTCOMES": str(outcomes),
             "TMPDIR": scratch,

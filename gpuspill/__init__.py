@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
     from gpuspill.cluster import LocalCUDACluster
     from gpuspill.config import Settings
-    from gpuspill.distributed import Nanny, SpillPlugin, Worker, data, proxify, settings, statistics, unproxify
+    from gpuspill.distributed.attachment import data
+    from gpuspill.distributed.effective import settings
+    from gpuspill.distributed.metrics import statistics
+    from gpuspill.distributed.parking import proxify, unproxify
+    from gpuspill.distributed.plugin import SpillPlugin
+    from gpuspill.distributed.worker import Nanny, Worker
 
 __all__ = [
     "ConfigError",
@@ -47,15 +52,15 @@ except PackageNotFoundError:  # a source tree that was never installed
 #: Where each public name lives.
 _HOMES = {
     "LocalCUDACluster": "gpuspill.cluster",
-    "Nanny": "gpuspill.distributed",
+    "Nanny": "gpuspill.distributed.worker",
     "Settings": "gpuspill.config",
-    "SpillPlugin": "gpuspill.distributed",
-    "Worker": "gpuspill.distributed",
-    "data": "gpuspill.distributed",
-    "proxify": "gpuspill.distributed",
-    "settings": "gpuspill.distributed",
-    "statistics": "gpuspill.distributed",
-    "unproxify": "gpuspill.distributed",
+    "SpillPlugin": "gpuspill.distributed.plugin",
+    "Worker": "gpuspill.distributed.worker",
+    "data": "gpuspill.distributed.attachment",
+    "proxify": "gpuspill.distributed.parking",
+    "settings": "gpuspill.distributed.effective",
+    "statistics": "gpuspill.distributed.metrics",
+    "unproxify": "gpuspill.distributed.parking",
 }
 
 
@@ -77,6 +82,6 @@ def dask_setup(worker: _Worker) -> None:
     (dask-cuda passes one) would be
     unknown options here.
     """
-    from gpuspill.distributed import attach
+    from gpuspill.distributed.attachment import attach
 
     attach(worker)

@@ -11,7 +11,7 @@ from typing import Any
 from distributed import LocalCluster, Nanny
 
 from gpuspill.config import Settings, is_on
-from gpuspill.distributed import data as spilling_data
+from gpuspill.distributed.attachment import data as spilling_data
 from gpuspill.distributed.dask_cuda import bind, cluster_class, device_limit_option, why_no_devices
 from gpuspill.errors import ConfigError
 from gpuspill.legacy import SHARED_FILESYSTEM, answer_once, jit_unspill

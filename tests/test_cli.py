@@ -39,6 +39,19 @@ def test_the_version_is_told_without_loading_dask() -> None:
     assert done.stdout.startswith("gpuspill, version ")
 
 
+def test_the_dask_command_gets_its_part_without_loading_what_a_worker_needs() -> None:
+    """``dask`` imports every registered module at each start, whatever it is then asked to do."""
+    # Without dask-cuda, whose own command imports distributed.
+    program = "import sys; sys.modules['dask_cuda'] = None; import gpuspill.dask_cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "gpuspill.distributed.dask_cuda" in loaded
+    assert not {"distributed", "tornado", "numpy", "rich"} & set(loaded)
+    ours = {name.removeprefix("gpuspill.") for name in loaded if name.startswith("gpuspill.")}
+    assert ours == {"cli", "config", "dask_cli", "distributed", "distributed.dask_cuda", "errors", "legacy"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,5 +1,7 @@
 """The integration with distributed: the only package that imports it.
 
+Imports nothing by itself: the ``dask`` command needs :mod:`~gpuspill.distributed.dask_cuda` alone, at every start.
+
 =============================================  ======================================================
 :mod:`~gpuspill.distributed.attachment`        switching it on: the one thing behind all ways
 :mod:`~gpuspill.distributed.mapping`           ``Worker.data``
@@ -19,14 +21,3 @@
 :mod:`~gpuspill.distributed.factory`           putting a store together
 =============================================  ======================================================
 """
-
-from __future__ import annotations
-
-from gpuspill.distributed.attachment import attach, data
-from gpuspill.distributed.effective import settings
-from gpuspill.distributed.metrics import statistics
-from gpuspill.distributed.parking import proxify, unproxify
-from gpuspill.distributed.plugin import SpillPlugin
-from gpuspill.distributed.worker import Nanny, Worker
-
-__all__ = ["Nanny", "SpillPlugin", "Worker", "attach", "data", "proxify", "settings", "statistics", "unproxify"]

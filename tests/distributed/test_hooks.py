@@ -25,8 +25,9 @@ from distributed.utils_test import NO_AMM, gen_cluster, inc
 from distributed.worker_memory import WorkerMemoryManager
 
 import gpuspill
-from gpuspill.distributed import attach, internals
+from gpuspill.distributed import internals
 from gpuspill.distributed import worker as hooks
+from gpuspill.distributed.attachment import attach
 from tests.distributed.clusters import all_spilled, at_rest
 
 PACKAGE = Path(gpuspill.__file__).parent / "distributed"

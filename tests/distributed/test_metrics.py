@@ -166,7 +166,7 @@ async def test_all_labels_are_known_to_distributed(c, s, a):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_statistics_of_workers_without_gpuspill(c, s, a, b):
-    from gpuspill.distributed import attach
+    from gpuspill.distributed.attachment import attach
 
     attach(a)
     frame = await gpuspill.statistics(c)

@@ -16,8 +16,8 @@ from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster, gen_test
 from distributed.worker_state_machine import FreeKeysEvent
 
 import gpuspill
-from gpuspill.distributed import attach
 from gpuspill.distributed import worker as hooks
+from gpuspill.distributed.attachment import attach
 from gpuspill.distributed.sending import pack
 from gpuspill.distributed.wire import Window, Wire
 from gpuspill.errors import StorageFull
