@@ -36,7 +36,10 @@ run_arm() {
     case $arm in
     oldest) requirements=$(oldest dask distributed zict) || return ;;
     newest) requirements="dask distributed zict numba" ;;
-    dask-cuda-oldest) requirements="cuda-bindings==12.* $(oldest dask-cuda) cupy-cuda12x rmm-cu12 numba-cuda nvidia-ml-py" || return ;;
+    dask-cuda-oldest)
+        requirements=$(oldest dask-cuda) || return
+        requirements="cuda-bindings==12.* $requirements ${requirements/dask-cuda/rmm-cu12} cupy-cuda12x numba-cuda nvidia-ml-py"
+        ;;
     dask-cuda-newest) requirements="cuda-bindings==12.* dask-cuda cupy-cuda12x rmm-cu12 numba-cuda nvidia-ml-py" ;;
     *)
         echo "error: there is no arm '$arm'" >&2
