@@ -12,7 +12,6 @@
 # OUTPUT   where results of dask-cuda's tests go (default: dask-cuda-suite)
 # SPEC     further requirements, such as "dask-cuda==26.6.*"
 set -euo pipefail
-cd "$(dirname "$0")/.."
 venv=${VENV:-.venv-dask-cuda}
 cuda=${CUDA:-12}
 output=${OUTPUT:-dask-cuda-suite}
@@ -22,7 +21,8 @@ while [ $# -gt 0 ]; do
     case $1 in
     --source | --ref)
         [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
-        suite+=("$1" "$2")
+        # As the caller means it: everything below is done from elsewhere.
+        if [ "$1" = --source ]; then suite+=("$1" "$(realpath "$2")"); else suite+=("$1" "$2"); fi
         shift 2
         ;;
     --only-ours) only_ours=1; shift ;;
@@ -32,6 +32,7 @@ while [ $# -gt 0 ]; do
         ;;
     esac
 done
+cd "$(dirname "$0")/.."
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 python=$venv/bin/python
