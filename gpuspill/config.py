@@ -170,6 +170,8 @@ def _device_limit(name: str, value: Any) -> int | float | Literal["auto"] | None
             fraction = None  # a size with a unit
     if fraction is not None and 0 < fraction <= 1:
         return fraction
+    if fraction is not None and not fraction.is_integer():
+        raise _fail(name, value, "a size in bytes, or a fraction of at most 1")
     return _limit(name, value)
 
 
@@ -231,7 +233,7 @@ def _directory(name: str, value: Any) -> str | None:
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str):
         raise _fail(name, value, "a path")
-    return path
+    return os.path.expanduser(path)
 
 
 def _seconds(name: str, value: Any) -> float:

@@ -134,8 +134,8 @@ class ProxifyManager:
         key
             Any hashable.
         value
-            Any object. The same object under several keys is charged once. Storing it again under a key that holds it
-            says that it may have been changed in place: its record is given up.
+            Any object. The same object under several keys is charged once. Storing it again, under whatever key, says
+            that it may have been changed in place: its record is given up.
         nbytes
             Its size in bytes, if the caller knows; else ``sizeof`` is called here.
         spillable
@@ -156,12 +156,9 @@ class ProxifyManager:
             pid = slots.find(value)
             if pid is not None:
                 slots[pid].refusals = 0  # the caller has it in hand: patience with it begins anew
-                before = self._ledger.keys.get(key)
-                again = before is not None and before.pid == pid
                 state.alias(key, pid)
                 self._sharing.take_up(pid, value, shared)
-                if again:
-                    state.renew(pid)
+                state.renew(pid)  # a task that changed its input in place and returned it stores it under another key
             else:
                 size = self._sizes.estimate(type(value), nbytes)
                 if shared is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 from gpuspill.core.sizes import SizeModel
 from gpuspill.errors import cut_loose
@@ -104,10 +105,9 @@ class Spiller:
                 header, frames = self._serializer.dumps(value)
             raw = len(header) + sum(memoryview(frame).nbytes for frame in frames)
         except BaseException as error:
-            self._fail(
-                pid, error, forever=isinstance(error, Exception) and not isinstance(error, MemoryError | OSError)
-            )
-            if not isinstance(error, Exception):
+            interrupted = _is_for_caller(error)
+            self._fail(pid, error, forever=not interrupted and not isinstance(error, MemoryError | OSError))
+            if interrupted:
                 raise
             return
         middle = clock()
@@ -131,10 +131,9 @@ class Spiller:
             receipt = self._store.write(header, frames)
         except BaseException as error:
             del value, frames
-            self._fail(
-                pid, error, forever=isinstance(error, Exception) and not isinstance(error, OSError | MemoryError)
-            )
-            if not isinstance(error, Exception):
+            interrupted = _is_for_caller(error)
+            self._fail(pid, error, forever=not interrupted and not isinstance(error, OSError | MemoryError))
+            if interrupted:
                 raise
             return
         # The frames alias the value; with them alive it would look held by somebody.
@@ -172,8 +171,9 @@ class Spiller:
         elif error is not None:
             self._log_once(
                 f"storage {type(error).__name__} {getattr(error, 'errno', None)}",
-                "could not spill %r, it stays in memory and is tried again: %s",
+                "could not spill %r, it stays in memory and is tried again: %s: %s",
                 slot.key,
+                type(error).__name__,
                 error,
             )
         if error is not None:
@@ -188,3 +188,8 @@ class Spiller:
                 return
             self._logged.add(what)
         logger.warning(message, *args)
+
+
+def _is_for_caller(error: BaseException) -> bool:
+    """Whether an error is none of the value's: somebody interrupts the program, whose main thread this is."""
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()

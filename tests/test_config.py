@@ -233,3 +233,14 @@ def test_numbers_of_other_libraries():
     for name in OPTIONS:
         with pytest.raises(ConfigError, match=name.replace("_", "-")):
             Settings.load(**{name: np.array([1, 2])})
+
+
+def test_a_directory_below_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert Settings.load(spill_directory="~/spill").spill_directory == "/home/somebody/spill"
+
+
+@pytest.mark.parametrize("limit", [1.5, "1.5", 2.25])
+def test_more_than_all_of_a_device_is_no_size(limit):
+    with pytest.raises(ConfigError, match=r"device.memory.limit"):
+        Settings.load(device_memory_limit=limit)

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from gpuspill.core.residency import State, Tier
 from gpuspill.errors import DataLostError, StorageError, StorageFull, cut_loose
 from gpuspill.serialization import PickleSerializer
 from gpuspill.testing.managers import Bench, bench
-from tests.things import Delegating, Endless, Nested, Thing, Unloadable, Unpicklable, squeeze
+from tests.things import Delegating, Endless, Exiting, Nested, Thing, Unloadable, Unpicklable, squeeze
 
 
 @pytest.fixture
@@ -38,6 +39,18 @@ def test_what_cannot_be_pickled_stays_and_stops_nobody(kit, caplog, kind, messag
     for key in range(5):
         manager.discard(("bad", key))
     assert manager.statistics().unspillable == 0
+
+
+def test_a_value_that_would_end_the_thread_does_not(kit, caplog):
+    kit.manager.store("bad", Exiting())
+    kit.manager.store("good", Thing())
+    thread = threading.Thread(target=kit.manager.evict_all)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert list(kit.manager.keys_in(Tier.HOST)) == ["bad"]
+    assert kit.manager.statistics().unspillable == 1
+    assert "SystemExit: not here" in caplog.text
 
 
 class KeepsItsErrors(PickleSerializer):

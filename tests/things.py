@@ -26,6 +26,13 @@ class Unpicklable(Thing):
         raise TypeError("this is not for pickling")
 
 
+class Exiting(Thing):
+    """Raises what is no Exception."""
+
+    def __reduce__(self):
+        raise SystemExit("not here")
+
+
 class Endless(Thing):
     def __reduce__(self):
         return self.__reduce__()
