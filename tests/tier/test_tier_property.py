@@ -223,10 +223,13 @@ class Tiers(RuleBasedStateMachine):
         assert sum(unit.nbytes for unit in self.tier.manager) == sum(model.nbytes for model in roots.values())
         # What is really on the device: what is known to be there, what somebody still looks at, and what nobody stored.
         foreign = {id(array.allocation): array.nbytes for array, model in self.unknown()}
-        expected = statistics.device_nbytes + statistics.lingering_nbytes + sum(foreign.values())
         # The thread that spilled a unit lets go of it a moment after it is counted as spilled.
-        wait_for(lambda: self.device.statistics().live_bytes == expected)
+        wait_for(lambda: self.device.statistics().live_bytes == self.seen_nbytes() + sum(foreign.values()))
         assert len(self.host) <= statistics.units
+
+    def seen_nbytes(self):
+        statistics = self.tier.statistics()
+        return statistics.device_nbytes + statistics.lingering_nbytes
 
     def unknown(self):
         """Yield the arrays outside whose memory was never stored, with all they were made from."""
