@@ -13,6 +13,7 @@ from distributed import Client
 from gpuspill.config import Settings
 from gpuspill.distributed import internals
 from gpuspill.distributed.devices import device_limit
+from gpuspill.distributed.metrics import ask_workers
 from gpuspill.legacy import answer_once, answers
 from gpuspill.origins import configured_files, origins
 
@@ -91,14 +92,7 @@ def settings(client: Any) -> Any:
         ``"keyword"``, ``"configuration"`` or the name of an environment variable). Workers without gpuspill have no
         rows. From an asynchronous client: an awaitable of it.
     """
-    answers = client.run(settings_of_worker)
-    if isinstance(answers, dict):
-        return _frame(answers)
-
-    async def later() -> Any:
-        return _frame(await answers)
-
-    return later()
+    return ask_workers(client, settings_of_worker, _frame)
 
 
 def settings_of_worker(dask_worker: Any) -> Rows | None:

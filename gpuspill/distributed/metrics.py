@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from distributed.metrics import context_meter
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
 
-__all__ = ["LABELS", "WAIT", "Metrics", "heartbeat", "statistics"]
+__all__ = ["LABELS", "WAIT", "Metrics", "ask_workers", "heartbeat", "statistics"]
 
 #: What distributed's ``SpillBuffer`` reports; its consumers know these labels.
 LABELS = frozenset(
@@ -95,12 +95,17 @@ def statistics(client: Any) -> Any:
         :class:`~gpuspill.snapshot.Statistics`. Workers without gpuspill have no row. From an asynchronous
         client: an awaitable of it.
     """
-    answers = client.run(_statistics_of_worker)
+    return ask_workers(client, _statistics_of_worker, _frame)
+
+
+def ask_workers(client: Any, question: Callable[[Any], Any], combine: Callable[[dict[str, Any]], Any]) -> Any:
+    """Run `question` on every worker and return what `combine` makes of the answers; awaitable if the client is."""
+    answers = client.run(question)
     if isinstance(answers, dict):
-        return _frame(answers)
+        return combine(answers)
 
     async def later() -> Any:
-        return _frame(await answers)
+        return combine(await answers)
 
     return later()
 
