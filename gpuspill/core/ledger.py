@@ -29,7 +29,8 @@ class Entry:
     disk_nbytes
         Bytes of its record; 0 without one.
     keys
-        The keys that hold it. Empty once all were deleted while it was pinned or moving.
+        The keys that hold it, in the order in which they came. Empty once all were deleted while it was pinned or
+        moving. A dictionary because the garbage collector does not look at one of names and None, as it does at a set.
     unspillable
         It cannot be serialised and stays in memory for good.
     had_use
@@ -53,7 +54,7 @@ class Entry:
     nbytes: int
     residency: Residency = field(default_factory=Residency)
     disk_nbytes: int = 0
-    keys: set[Hashable] = field(default_factory=set)
+    keys: dict[Hashable, None] = field(default_factory=dict)
     unspillable: bool = False
     had_use: bool = False
     renewed: bool = False
@@ -86,20 +87,20 @@ class Ledger:
         if before is entry:
             return None
         if before is not None:
-            before.keys.discard(key)
+            del before.keys[key]
         self.keys[key] = entry
-        entry.keys.add(key)
+        entry.keys[key] = None
         return before
 
     def unbind(self, key: Hashable) -> Entry:
         """Forget `key`; return what it held. KeyError if unknown."""
         entry = self.keys.pop(key)
-        entry.keys.discard(key)
+        del entry.keys[key]
         return entry
 
     def forget(self, entry: Entry) -> None:
         """Remove an entry that no key holds."""
-        assert not entry.keys, f"proxy {entry.pid} is still held by {entry.keys}"
+        assert not entry.keys, f"proxy {entry.pid} is still held by {list(entry.keys)}"
         del self.entries[entry.pid]
 
     def holders(self, pid: int) -> Iterator[Hashable]:

@@ -134,12 +134,15 @@ class Attachment:
 
     def at_ease(self, keys: Collection[Hashable], extra: int = 0) -> bool:
         """Whether `keys`, as far as they are here, are in memory and stay there although `extra` bytes arrive."""
-        manager = self.store.manager
+        store = self.store
+        manager = store.manager
         if manager.memory_total() + max(0, self.follower.offset) + extra >= self._at_ease_below:
             return False
-        if self.store.has_lost_values:
+        if store.has_lost_values:
             return False
-        ready = manager.is_resident if self.store.tier is None else self.store.is_ready
+        if not keys:
+            return True
+        ready = manager.is_resident if store.tier is None else store.is_ready
         try:
             return all(map(ready, keys))
         except KeyError:
@@ -157,6 +160,7 @@ class Attachment:
             inputs, self._threads * expected
         ):
             return None
+        self.hints.follow()
         try:
             admission = manager.admit(key, inputs, expected)
         except KeyError:
@@ -187,6 +191,7 @@ class Attachment:
         nbytes = sum(incoming.values())
         if not self.settings.admission or self.at_ease((), self._threads * nbytes):
             return None
+        self.hints.follow()
         return self.store.manager.reserve(nbytes, outputs=incoming)
 
     def _is_tight(self) -> bool:
@@ -197,6 +202,11 @@ class Attachment:
         return bool(manager.spilled_count) or manager.memory_total() >= self._at_ease_below
 
     # -- the rest --------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Look at the memory of the process. To be called regularly."""
+        self.follower.update()
+        self.hints.follow_if_needed()  # if values came although no task ran here
 
     def _accounted(self) -> int:
         statistics = self.store.statistics()
@@ -300,7 +310,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
     worker.metrics["gpuspill"] = lambda _: heartbeat(store)
     worker.plugins[attachment.hints.name] = attachment.hints
     attachment.hints.follow_if_needed()
-    internals.add_periodic_callback(worker, "gpuspill", attachment.follower.update)
+    internals.add_periodic_callback(worker, "gpuspill", attachment.update)
     with suppress(RuntimeError):  # no loop is running yet
         attachment.in_background(partial(sweep_leftovers, settings.spill_directory or worker.local_directory))
     announce_settings(worker)

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.metrics import context_meter
 
 from gpuspill.core.policy import Order
@@ -33,8 +32,8 @@ _COMES_CLOSE = frozenset({"ready", "constrained", "executing"})
 _ENDS = frozenset({"memory", "error", "released", "rescheduled", "forgotten", "cancelled"})
 
 
-class Hints(WorkerPlugin):
-    """Listens to the transitions of tasks.
+class Hints:
+    """A plugin of the worker that listens to the transitions of its tasks, once they matter.
 
     Parameters
     ----------
@@ -56,12 +55,19 @@ class Hints(WorkerPlugin):
     on_close
         Awaited when the worker is being closed.
 
+    Attributes
+    ----------
+    transition
+        Absent until the tasks are followed. distributed calls of a plugin what it has, several times a task: that would
+        be a third of what a task costs while nothing has to be spilled, and is why this is no ``WorkerPlugin``.
+
     Notes
     -----
     On the event loop. distributed swallows what plugins raise, so this logs it itself, once.
     """
 
     name = "gpuspill-hints"
+    transition: Callable[..., None]
 
     def __init__(
         self,
@@ -96,13 +102,25 @@ class Hints(WorkerPlugin):
 
         Nobody may still be deleting files in there then.
         """
+        vars(self).pop("transition", None)  # refers to this object
         await self._on_close()
 
-    def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
+    def follow_if_needed(self) -> bool:
+        """Begin to follow the worker's tasks if it matters by now; return whether they are followed."""
+        if not self._following and self._needed():
+            self.follow()
+        return self._following
+
+    def follow(self) -> None:
+        """Begin to follow the worker's tasks. Idempotent."""
+        if not self._following:
+            self._following = True
+            self.transition = self._transition
+            self._soon(partial(self._catch_up, self._backlog()))
+
+    def _transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Note what a task is going to read, or has read."""
         try:
-            if not self._following and not self.follow_if_needed():
-                return
             if finish in _BEGINS:
                 self._expect(key)
             elif finish in _COMES_CLOSE:
@@ -116,13 +134,6 @@ class Hints(WorkerPlugin):
             if not self._failed:
                 self._failed = True
                 logger.exception("could not follow task %r from %s to %s", key, start, finish)
-
-    def follow_if_needed(self) -> bool:
-        """Begin to follow the worker's tasks if it matters by now; return whether they are followed."""
-        if not self._following and self._needed():
-            self._following = True
-            self._soon(partial(self._catch_up, self._backlog()))
-        return self._following
 
     def _catch_up(self, backlog: Iterator[Hashable]) -> None:
         keys = list(islice(backlog, _CATCH_UP))

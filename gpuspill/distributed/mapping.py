@@ -49,7 +49,9 @@ logger = logging.getLogger("gpuspill")
 
 #: Seconds between two warnings about reads that blocked the event loop.
 _WARN_INTERVAL = 300.0
-_MISSING = object()
+
+#: Of which there may be hundreds of thousands, and about which nothing has to be found out.
+_SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 class _ParkedKey(Internal):
@@ -139,6 +141,13 @@ class SpillStore(MutableMapping[Hashable, object]):
     def __setitem__(self, key: Hashable, value: object) -> None:
         if self._unparked:
             self._give_up_parked()
+        if type(value) in _SCALARS:
+            self._estimated.note(key, None)
+            self._external.note(key, None)
+            self.manager.store(key, value, None if self.nbytes_of is None else self.nbytes_of(key))
+            if self.tier is not None:
+                self.tier.settle()
+            return
         if isinstance(value, Wire):
             self.manager.store_encoded(key, value.encoded)
             return
