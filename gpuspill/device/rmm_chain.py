@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from gpuspill.device.driver import FailureCallback
+from gpuspill.device.external import CudfFirst
 
 __all__ = ["RmmChain"]
 
@@ -26,6 +27,8 @@ class RmmChain:
         The module ``rmm.mr``.
     ordinal
         Number of the device.
+    cudf
+        Whose callback has to be there first.
 
     Notes
     -----
@@ -33,9 +36,10 @@ class RmmChain:
     ``rmm.reinitialize()`` lives on with the memory that was allocated through it.
     """
 
-    def __init__(self, mr: Any, ordinal: int) -> None:
+    def __init__(self, mr: Any, ordinal: int, cudf: CudfFirst | None = None) -> None:
         self._mr = mr
         self._ordinal = ordinal
+        self._cudf = CudfFirst() if cudf is None else cudf
         self._adaptor: Any = None
 
     def resource(self) -> Any:
@@ -43,7 +47,13 @@ class RmmChain:
         return self._mr.get_per_device_resource(self._ordinal)
 
     def connected(self) -> bool:
-        """Whether the adaptor is in force: on top, or below what others have stacked on it since."""
+        """Whether the adaptor is in force: on top, or below what others have stacked on it since.
+
+        Also False, so that somebody connects it anew, when it is in cuDF's way.
+        """
+        return self._in_force() and not self._cudf.pending
+
+    def _in_force(self) -> bool:
         if self._adaptor is None:
             return False
         found = self.resource()
@@ -54,7 +64,14 @@ class RmmChain:
         return True
 
     def connect(self, callback: FailureCallback) -> None:
-        """Put an adaptor that calls `callback` on top. The device has to be current."""
+        """Put an adaptor that calls `callback` on top, once cuDF has its own or has none. The device has to be current.
+
+        While cuDF is awaited nothing happens, and it stays unconnected.
+        """
+        if self._cudf.pending:
+            self.disconnect()
+            if not self._cudf.let() or self._in_force():
+                return
         upstream = self.resource()
 
         def failed(nbytes: int) -> bool:

@@ -34,7 +34,7 @@ class OutOfMemoryGuard:
     calls, helped
         Times an allocation asked, and times something was freed for it.
     reinstalled
-        Times the hook was found to be missing.
+        Times the hook was found to be missing, and put back.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OutOfMemoryGuard:
         """Install the hook again if a library dropped it. Cheap."""
         if not self._installation.installed:
             self._installation.reinstall()
-            self.reinstalled += 1
+            self.reinstalled += self._installation.installed  # or cuDF goes first
 
     def close(self) -> None:
         """Take the hook out."""

@@ -3,6 +3,7 @@
 Neither needs a GPU: memory comes from a simulated device, by RMM's resource that calls back into Python.
 """
 
+import sys
 import types
 
 import pytest
@@ -231,8 +232,168 @@ def test_libraries_are_asked_for_what_they_keep_for_later(device, driver, monkey
     """What a spilled array had goes to its library's own pool, and only from there to the device."""
     pool = [driver.device.allocate(900)]
     library = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=pool.clear))
-    monkeypatch.setitem(__import__("sys").modules, "cupy", library)
-    monkeypatch.setitem(__import__("sys").modules, "torch", types.SimpleNamespace())  # half imported
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace())  # half imported
     device.on_out_of_memory(lambda nbytes, retries: retries == 0)
     assert device.allocate(800).nbytes == 800
     assert not pool
+
+
+class Cudf:
+    """What matters of cuDF, doing what its sources do: options, and a spill manager made with the first buffer."""
+
+    def __init__(self, monkeypatch, mr, **options):
+        self.monkeypatch, self.mr = monkeypatch, mr
+        self.options = {"spill": False, "spill_on_demand": True, **options}
+        self.manager_exists = False
+        self.asked = []
+
+    def load(self):
+        module = types.ModuleType("cudf")
+        module.get_option = self.options.__getitem__
+        manager = types.ModuleType("cudf.core.buffer.spill_manager")
+        manager.get_global_manager = self.get_global_manager
+        for name in ("cudf", "cudf.core", "cudf.core.buffer"):
+            self.monkeypatch.setitem(sys.modules, name, module)
+        self.monkeypatch.setitem(sys.modules, manager.__name__, manager)
+
+    def get_global_manager(self):
+        if self.manager_exists:
+            return
+        self.manager_exists = True
+        if not (self.options["spill"] and self.options["spill_on_demand"]):
+            return
+        found = top = self.mr.get_per_device_resource(ORDINAL)
+        while True:
+            if isinstance(found, self.mr.FailureCallbackResourceAdaptor):
+                raise ValueError("Spill on demand (or another failure callback resource) is already registered")
+            if not isinstance(found, self.mr.UpstreamResourceAdaptor):
+                break
+            found = found.get_upstream()
+        callback = refuse(self.asked, "cuDF")
+        self.mr.set_per_device_resource(ORDINAL, self.mr.FailureCallbackResourceAdaptor(top, callback))
+
+    def use(self):
+        """Make a buffer."""
+        self.get_global_manager()
+
+
+def who_is_asked(driver, cudf):
+    cudf.asked.clear()
+    with pytest.raises(MemoryError):
+        driver.chain.resource().allocate(2000)
+    return list(cudf.asked)
+
+
+@pytest.fixture
+def no_environment(monkeypatch):
+    for name in ("CUDF_SPILL", "CUDF_SPILL_ON_DEMAND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "cudf", raising=False)
+
+
+@pytest.mark.usefixtures("no_environment")
+class TestBesideCudf:
+    """cuDF fails the task that makes its first buffer if somebody's callback is in RMM before its own."""
+
+    @pytest.fixture
+    def cudf(self, monkeypatch, mr):
+        return Cudf(monkeypatch, mr, spill=True)
+
+    def test_it_goes_first_if_it_is_there_first(self, device, driver, cudf):
+        cudf.load()
+        installation = device.on_out_of_memory(refuse(cudf.asked, "ours"))
+        assert installation.installed
+        cudf.use()
+        assert who_is_asked(driver, cudf) == ["cuDF", "ours"]
+
+    def test_it_is_made_room_for_when_it_is_imported_later(self, device, driver, cudf):
+        installation = device.on_out_of_memory(refuse(cudf.asked, "ours"))
+        assert who_is_asked(driver, cudf) == ["ours"]
+        cudf.load()
+        assert not installation.installed
+        installation.reinstall()  # as before each task
+        assert installation.installed
+        cudf.use()
+        assert who_is_asked(driver, cudf) == ["cuDF", "ours"]
+
+    def test_its_spilling_may_be_switched_on_later(self, device, driver, cudf):
+        cudf.options["spill"] = False
+        cudf.load()
+        installation = device.on_out_of_memory(refuse(cudf.asked, "ours"))
+        assert installation.installed
+        cudf.options["spill"] = True
+        installation.reinstall()
+        cudf.use()
+        assert who_is_asked(driver, cudf) == ["cuDF", "ours"]
+
+    @pytest.mark.parametrize("value", ["on", "TRUE", "1"])
+    def test_it_is_waited_for_if_the_environment_switches_it_on(self, device, driver, cudf, monkeypatch, value):
+        monkeypatch.setenv("CUDF_SPILL", value)
+        installation = device.on_out_of_memory(refuse(cudf.asked, "ours"))
+        assert not installation.installed
+        cudf.load()  # in a task
+        cudf.use()
+        assert who_is_asked(driver, cudf) == ["cuDF"]
+        installation.reinstall()
+        assert installation.installed
+        assert who_is_asked(driver, cudf) == ["cuDF", "ours"]
+
+    @pytest.mark.parametrize(
+        ("spill", "on_demand"), [("off", ""), ("0", ""), ("maybe", ""), ("on", "off"), ("on", "false"), ("on", "0")]
+    )
+    def test_it_is_not_waited_for_in_vain(self, device, cudf, monkeypatch, spill, on_demand):
+        monkeypatch.setenv("CUDF_SPILL", spill)
+        if on_demand:
+            monkeypatch.setenv("CUDF_SPILL_ON_DEMAND", on_demand)
+        assert device.on_out_of_memory(refuse(cudf.asked, "ours")).installed
+
+    def test_without_its_spilling_on_demand(self, device, driver, cudf):
+        cudf.options["spill_on_demand"] = False
+        cudf.load()
+        device.on_out_of_memory(refuse(cudf.asked, "ours"))
+        cudf.use()
+        assert who_is_asked(driver, cudf) == ["ours"]
+
+    def test_memory_set_up_anew_drops_its_callback_for_good(self, device, driver, cudf):
+        cudf.load()
+        installation = device.on_out_of_memory(refuse(cudf.asked, "ours"))
+        driver.reinitialize()
+        assert not installation.installed
+        installation.reinstall()
+        assert installation.installed
+        assert who_is_asked(driver, cudf) == ["ours"]
+
+    def test_what_is_stacked_on_ours_keeps_it_out(self, device, driver, cudf, mr, caplog):
+        """Its task does not fail for that."""
+        installation = device.on_out_of_memory(refuse(cudf.asked, "ours"))
+        mr.set_per_device_resource(ORDINAL, mr.StatisticsResourceAdaptor(driver.chain.resource()))
+        cudf.load()
+        installation.reinstall()
+        assert installation.installed
+        cudf.use()
+        assert who_is_asked(driver, cudf) == ["ours"]
+        (record,) = caplog.records
+        assert "CUDF_SPILL_DEVICE_LIMIT" in record.getMessage()
+
+    def test_a_version_without_that_manager(self, device, cudf, monkeypatch, caplog):
+        cudf.load()
+        monkeypatch.setitem(sys.modules, "cudf.core.buffer.spill_manager", types.ModuleType("empty"))
+        assert device.on_out_of_memory(refuse(cudf.asked, "ours")).installed
+        (record,) = caplog.records
+        assert "CUDF_SPILL_ON_DEMAND=off" in record.getMessage()
+
+    def test_half_imported_or_without_spilling(self, device, cudf, monkeypatch):
+        monkeypatch.setitem(sys.modules, "cudf", types.ModuleType("cudf"))
+        installation = device.on_out_of_memory(refuse(cudf.asked, "ours"))
+        assert installation.installed
+        monkeypatch.setenv("CUDF_SPILL", "on")
+        assert not installation.installed
+        installation.reinstall()
+        assert not installation.installed
+        cudf.options.clear()
+        cudf.load()
+        assert not cudf.manager_exists
+        installation.reinstall()
+        assert installation.installed
+        assert not cudf.manager_exists
