@@ -338,12 +338,20 @@ class ProxifyManager:
         gathered.add_done_callback(lambda _: admission.release())
         return gathered
 
-    def export(self, admission: Admission) -> Future[dict[Hashable, Encoded | Any]]:
+    def export(self, admission: Admission, *, borrow: bool = False) -> Future[dict[Hashable, Encoded | Any]]:
         """Return a future of what to send for the inputs of an admission, read on the restore threads.
 
         The value itself where it is in memory; else its record's bytes, checked but not decoded. What is on disk stays
         there, and nothing else has to leave for it: the future never waits for room. Whoever sends bounds what is under
         way.
+
+        Parameters
+        ----------
+        admission
+            Of the inputs.
+        borrow
+            Whether the bytes are only looked at, soon; see :class:`gpuspill.storage.base.Borrow`. Nothing may be
+            decoded from them then that is kept.
 
         Raises
         ------
@@ -351,7 +359,7 @@ class ProxifyManager:
             In the future: a value cannot be read.
         """
         result: Future[dict[Hashable, Encoded | Any]] = Future()
-        self._restorer.export(admission, result)
+        self._restorer.export(admission, result, borrow=borrow)
         return result
 
     # -- admission, pins, hints ----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
 from gpuspill.serialization import Encoded, Serializer
 from gpuspill.sharing import Sharing
-from gpuspill.storage.base import Receipt, Store
+from gpuspill.storage.base import Borrow, Receipt, Store
 
 __all__ = ["Restorer"]
 
@@ -137,9 +137,9 @@ class Restorer:
         pending = [(key, self.start(key, pid, admission)) for key, pid in admission.pids.items()]
         self._deliver(pending, result, partial(settle, admission))
 
-    def export(self, admission: Admission, result: Future[dict[Hashable, Any]]) -> None:
+    def export(self, admission: Admission, result: Future[dict[Hashable, Any]], *, borrow: bool) -> None:
         """Deliver in `result` what to send for the inputs of an admission: values in memory, records as they are."""
-        pending = [(key, self._export_later(key, pid, result)) for key, pid in admission.pids.items()]
+        pending = [(key, self._export_later(key, pid, result, borrow)) for key, pid in admission.pids.items()]
         self._deliver(pending, result, lambda: None)
 
     def _deliver(
@@ -343,7 +343,7 @@ class Restorer:
             with suppress(InvalidStateError):  # cancelled
                 result.set_exception(error)
 
-    def _export_later(self, key: Hashable, pid: int, result: Future[Any]) -> Future[Any]:
+    def _export_later(self, key: Hashable, pid: int, result: Future[Any], borrow: bool) -> Future[Any]:
         """Return a future of what to send for one proxy, which the caller has pinned. Never blocks and never raises.
 
         A restore in flight is joined here and not on a restore thread: it may be queued behind that very thread.
@@ -369,7 +369,7 @@ class Restorer:
         def read() -> None:
             try:
                 # Nobody waits for it if the whole was cancelled.
-                future.set_result(None if result.cancelled() else self.fetch(key, pid))
+                future.set_result(None if result.cancelled() else self.fetch(key, pid, borrow=borrow))
             except BaseException as error:
                 future.set_exception(error)
                 if not isinstance(error, Exception):
@@ -379,8 +379,15 @@ class Restorer:
             future.set_exception(ManagerClosed(f"the store was closed before {key!r} was read"))
         return future
 
-    def fetch(self, key: Hashable, pid: int) -> Encoded | Any:
+    def fetch(self, key: Hashable, pid: int, *, borrow: bool = False) -> Encoded | Any:
         """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
+
+        Parameters
+        ----------
+        key, pid
+            Of the proxy.
+        borrow
+            See :meth:`gpuspill.manager.ProxifyManager.export`.
 
         Raises
         ------
@@ -398,7 +405,7 @@ class Restorer:
                 receipt = slot.receipt
             assert receipt is not None
             try:
-                header, frames = self._read_record(receipt)
+                header, frames = self._read_record(receipt, borrow=borrow)
                 return Encoded(header, frames, entry.nbytes)
             except DataLostError as error:
                 with self._metadata:
@@ -423,15 +430,16 @@ class Restorer:
             self._observer("deserialize", seconds, "seconds")
         return value
 
-    def _read_record(self, receipt: Receipt) -> tuple[bytes, list[memoryview]]:
+    def _read_record(self, receipt: Receipt, *, borrow: bool = False) -> tuple[bytes, list[memoryview]]:
         clock = self._metadata.clock
+        allocate = Borrow(self._allocate) if borrow else self._allocate
         start = clock()
         try:
-            header, frames = self._store.read(receipt, self._allocate)
+            header, frames = self._store.read(receipt, allocate)
         except StorageError:
             # Nothing says that the record is bad, and a task would fail: once more, for what passes (an interrupted
             # call, a full file table).
-            header, frames = self._store.read(receipt, self._allocate)
+            header, frames = self._store.read(receipt, allocate)
         seconds = clock() - start
         with self._metadata:
             totals = self._metadata.totals

@@ -48,7 +48,9 @@ class Parcel:
         self._taken = 0
         self.values: dict[Any, Any] = {}
 
-    async def fill(self, keys: Iterable[Any], form: Form, type_of: Callable[[Any], type | None]) -> None:
+    async def fill(
+        self, keys: Iterable[Any], form: Form, type_of: Callable[[Any], type | None], *, copied: bool
+    ) -> None:
         """Pin the values of `keys` and get ready what to send. After a failure or a cancellation, release it.
 
         Parameters
@@ -59,6 +61,8 @@ class Parcel:
             What to send for a value that is not in memory.
         type_of
             Returns the type of the value of a key, if it is known.
+        copied
+            Whether the receiver gets a copy of what is sent, as over any network.
 
         Raises
         ------
@@ -71,7 +75,8 @@ class Parcel:
         if missing:
             await self._window.take(missing)
             self._taken = missing
-        exported = await asyncio.wrap_future(manager.export(self._pins))
+        borrow = copied and form != "value"
+        exported = await asyncio.wrap_future(manager.export(self._pins, borrow=borrow))
         for key, value in exported.items():
             if not isinstance(value, Encoded):
                 self.values[key] = value
@@ -101,6 +106,8 @@ async def pack(
     form: Form,
     type_of: Callable[[Any], type | None],
     substitute: Callable[[DataLostError], LostValue] | None,
+    *,
+    copied: bool,
 ) -> Parcel:
     """Get ready what is there of `keys`.
 
@@ -112,7 +119,7 @@ async def pack(
     while True:
         parcel = Parcel(store.manager, attachment.window, store.tier)
         try:
-            await parcel.fill((key for key in keys if key not in lost), form, type_of)
+            await parcel.fill((key for key in keys if key not in lost), form, type_of, copied=copied)
             parcel.values |= lost
             if store.has_lost_values:
                 for key in [key for key, value in parcel.values.items() if isinstance(value, LostValue)]:

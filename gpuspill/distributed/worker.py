@@ -337,7 +337,15 @@ def _prepares_inputs(executor: Any) -> bool:
 
 @context_meter_to_server_digest("get-data")
 async def _pack(worker: Any, comm: Any, keys: Collection[Any], who: str | None, form: Form) -> Parcel:
-    return await pack(worker, worker._gpuspill, keys, form, partial(_known_type, worker), _substitute_for(comm, who))
+    return await pack(
+        worker,
+        worker._gpuspill,
+        keys,
+        form,
+        partial(_known_type, worker),
+        _substitute_for(comm, who),
+        copied=not _same_process(comm),
+    )
 
 
 def _known_type(worker: Any, key: Any) -> type | None:
@@ -351,7 +359,11 @@ def _form_for(comm: Any, serializers: Collection[str] | None) -> Form:
         return "value"
     if speaks_gpuspill(comm):
         return "wire"
-    return "value" if str(comm.peer_address).startswith("inproc://") else "serialized"
+    return "value" if _same_process(comm) else "serialized"
+
+
+def _same_process(comm: Any) -> bool:
+    return str(comm.peer_address).startswith("inproc://")
 
 
 def _substitute_for(comm: Any, who: str | None) -> Any:
@@ -359,7 +371,7 @@ def _substitute_for(comm: Any, who: str | None) -> Any:
     if who is not None:
         return LostValue if speaks_gpuspill(comm) else None
     # A client that gets an answer without its key asks again; one in this process does not unpickle.
-    return None if str(comm.peer_address).startswith("inproc://") else Poison
+    return None if _same_process(comm) else Poison
 
 
 # -- receiving -----------------------------------------------------------------------------------

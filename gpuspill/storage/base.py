@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
-__all__ = ["Allocate", "Buffer", "Metrics", "Receipt", "Store", "StoreStatistics", "fresh_buffer"]
+__all__ = ["Allocate", "Borrow", "Buffer", "Metrics", "Receipt", "Store", "StoreStatistics", "fresh_buffer"]
 
 #: Anything with the buffer protocol whose memory is contiguous (in C or Fortran order).
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -58,6 +58,28 @@ class Receipt:
     payload_nbytes: int
     stored_nbytes: int
     checksum: int
+
+
+class Borrow:
+    """Given as ``allocate`` by somebody who only looks at a record's bytes, soon: the store may lend its own memory.
+
+    What it lends may be read-only, lies at any address, and lasts as long as the frames do, whatever becomes of the
+    record.
+
+    Parameters
+    ----------
+    allocate
+        Where to take memory from all the same, for what cannot be lent; fresh memory by default.
+    """
+
+    __slots__ = ("_allocate",)
+
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = fresh_buffer if allocate is None else allocate
+
+    def __call__(self, nbytes: int) -> memoryview:
+        """Return memory for `nbytes` bytes."""
+        return self._allocate(nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +187,7 @@ class Store(ABC):
             What :meth:`write` returned.
         allocate
             Where to take memory from. By default fresh memory that is freed with the last frame. It is called
-            without any lock held.
+            without any lock held. See :class:`Borrow` for who does not need memory of its own.
 
         Returns
         -------

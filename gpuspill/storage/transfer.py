@@ -14,6 +14,7 @@ from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage.base import Allocate, Receipt
 from gpuspill.storage.codecs import Choice, Codec, CodecChooser
 from gpuspill.storage.counters import Counters
+from gpuspill.storage.mapped import map_file
 from gpuspill.storage.quota import Reservation
 from gpuspill.storage.record import (
     ALIGNMENT,
@@ -202,6 +203,10 @@ class RecordReader:
         start = clock()
         footer = self._load(directory_fd, name, payload)
         counts.read_seconds += clock() - start
+        return self._decode(payload, footer)
+
+    def _decode(self, payload: memoryview, footer: memoryview) -> tuple[bytes, list[memoryview]]:
+        clock, counts, receipt = self._clock, self._counts, self._receipt
         start = clock()
         header, stored = decode_record(payload, footer, receipt.checksum, self._where)
         counts.checksum_seconds += clock() - start
@@ -209,6 +214,22 @@ class RecordReader:
         frames = [frame.data if frame.codec is None else self._decompress(frame, frame.codec) for frame in stored]
         counts.decompress_seconds += clock() - start
         return header, frames
+
+    def borrow(self, directory_fd: int, name: str) -> tuple[bytes, list[memoryview]] | None:
+        """Return header and frames, verified, frames stored as they were without a copy; None if that is not possible.
+
+        Raises
+        ------
+        RecordCorrupt
+            As for :meth:`read`.
+        """
+        clock, counts, receipt = self._clock, self._counts, self._receipt
+        start = clock()
+        record = map_file(directory_fd, name, receipt.nbytes)
+        counts.read_seconds += clock() - start
+        return (
+            None if record is None else self._decode(record[: receipt.stored_nbytes], record[receipt.stored_nbytes :])
+        )
 
     def _load(self, directory_fd: int, name: str, payload: memoryview) -> memoryview:
         """Fill `payload` and return the footer."""

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from gpuspill.errors import QuotaExceeded, RecordLost, StorageError, Unspillable
-from gpuspill.storage.base import Receipt, Store
+from gpuspill.storage.base import Borrow, Receipt, Store
 
 __all__ = ["StoreMachine", "StoreTests", "frame_lists"]
 
@@ -233,6 +233,19 @@ class StoreTests:
             receipt = store.write(b"h", [b"x"])
         with pytest.raises(RecordLost):
             store.read(receipt)
+
+    @pytest.mark.parametrize("frames", [[], [b"x" * 1000], [b"", b"a" * 63, b"b" * 3_000_000, b"c"]], ids=len)
+    def test_borrowing(self, store: Store, frames: list[bytes]) -> None:
+        """The same bytes as by reading, for as long as somebody looks, whatever becomes of the record."""
+        receipt = store.write(b"header", frames)
+        header, borrowed = store.read(receipt, Borrow())
+        store.delete(receipt)
+        with pytest.raises(RecordLost):
+            store.read(receipt, Borrow())
+        store.close()
+        assert header == b"header"
+        assert [bytes(frame) for frame in borrowed] == frames
+        assert store.statistics().reads == 1
 
     def test_statistics(self, store: Store) -> None:
         """The numbers add up."""

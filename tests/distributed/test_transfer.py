@@ -21,6 +21,7 @@ from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire, real_type
 from gpuspill.errors import DataLostError
 from gpuspill.serialization import Encoded
+from gpuspill.storage.files import FileStore
 from tests.distributed.clusters import all_spilled, attached, spilling
 from tests.distributed.counted import (
     COUNTS,
@@ -185,6 +186,37 @@ async def test_arrays_that_were_sent_can_be_written_to(c, s, a, b):
     assert await c.submit(flags, x, workers=[b.address])
     await all_spilled(a)
     assert (await c.gather(x)).flags.writeable
+
+
+def test_large_values_are_sent_without_a_copy(network, monkeypatch):
+    """Over a network from where the system has the file. In one process the receiver keeps what it is given."""
+    borrowed = []
+    real = FileStore.read
+
+    def read(store, receipt, allocate=None):
+        header, frames = real(store, receipt, allocate)
+        borrowed.append(frames[0].readonly)
+        return header, frames
+
+    monkeypatch.setattr(FileStore, "read", read)
+
+    def double(x):
+        x *= 2  # in place
+        return x
+
+    @gen_test()
+    async def test():
+        async with pair(**network) as (c, _s, a, b):
+            x = c.submit(np.arange, 500_000, workers=[a.address])
+            await wait(x)
+            await all_spilled(a)
+            y = await c.submit(double, x, workers=[b.address])
+            np.testing.assert_array_equal(y, 2 * np.arange(500_000))
+            assert borrowed[0] == (network["protocol"] != "inproc")
+            assert y.flags.writeable
+            await quiet(a)
+
+    test()
 
 
 @gen_test()

@@ -70,7 +70,7 @@ async def test_giving_up_while_it_is_read(form):
         (x,) = await spilled(c, a)
         gate = gated_reads(a)
         async with opened(gate):
-            packing = asyncio.create_task(pack(a, attached(a), [x.key], form, no_type, None))
+            packing = asyncio.create_task(pack(a, attached(a), [x.key], form, no_type, None, copied=True))
             await arrived(gate)
             assert attached(a).window.used > 0
             assert a.data.manager._metadata.state.ledger.keys[x.key].residency.pins == 1
@@ -91,7 +91,8 @@ async def test_giving_up_in_the_line():
         gate = gated_reads(a)
         async with opened(gate):
             first, second, third = (
-                asyncio.create_task(pack(a, attached(a), [key], "wire", no_type, None)) for key in (x.key, y.key, y.key)
+                asyncio.create_task(pack(a, attached(a), [key], "wire", no_type, None, copied=True))
+                for key in (x.key, y.key, y.key)
             )
             await arrived(gate)
             second.cancel()
@@ -122,7 +123,7 @@ async def test_giving_up_while_it_is_decoded(monkeypatch):
 
         monkeypatch.setattr(serializer, "loads", gated)
         async with opened(gate):
-            packing = asyncio.create_task(pack(a, attached(a), [x.key], "value", no_type, None))
+            packing = asyncio.create_task(pack(a, attached(a), [x.key], "value", no_type, None, copied=True))
             await arrived(gate)
             packing.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -138,7 +139,9 @@ async def test_the_window_bounds_what_is_read():
         attached(a).window = window = Window(2 * NBYTES + 1000)
         gate = gated_reads(a)
         async with opened(gate):
-            packings = [asyncio.create_task(pack(a, attached(a), [x.key], "wire", no_type, None)) for x in xs]
+            packings = [
+                asyncio.create_task(pack(a, attached(a), [x.key], "wire", no_type, None, copied=True)) for x in xs
+            ]
             await arrived(gate, 2)
             assert window.used <= window._limit
             assert not gate.arrived.acquire(blocking=False)
@@ -356,7 +359,7 @@ async def die_when_read(dask_worker):
     while manager.statistics().disk_keys < 4:
         await asyncio.to_thread(manager.evict_all)
 
-    def die(key, pid):
+    def die(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
 
     manager._restorer.export = die
