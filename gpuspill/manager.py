@@ -467,6 +467,19 @@ class ProxifyManager:
         with self._metadata:
             return self._promise({}, dict(outputs or {}), nbytes, kind)
 
+    def wait_for_room(self) -> None:
+        """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write.
+
+        For whoever makes more and more of it in one go. Returns at once where waiting would be for oneself: in a spill
+        thread, and in a finaliser that runs in the middle of a change.
+        """
+        with self._metadata:
+            if self._metadata.nested or self._metadata.closed or self._engine.spilling_here:
+                return
+            admission = self._promise({}, {}, 0, Kind.TASK)
+        with admission:
+            admission.wait()
+
     def _promise(
         self,
         entries: Mapping[Hashable, Entry],

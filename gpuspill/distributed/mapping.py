@@ -247,6 +247,14 @@ class SpillStore(MutableMapping[Hashable, object]):
         self[key] = value
         return key
 
+    def wait_for_room(self) -> None:
+        """Wait, off the event loop, until what was stored fits, on the device too. Blocks, unless admission is off."""
+        if not self.settings.admission or threading.get_ident() == self.manager.loop_thread:
+            return
+        if self.tier is not None:
+            self.tier.manager.wait_for_room()
+        self.manager.wait_for_room()
+
     def unpark_later(self, key: Internal) -> None:
         """Give a parked value up, soon. May be called from a finaliser: takes no lock."""
         self._unparked.append(key)

@@ -39,11 +39,18 @@ def proxify(value: Any) -> Parked:
     Notes
     -----
     In a task, and in any thread of a process with one worker that has gpuspill. Elsewhere the handle just keeps the
-    value. Never blocks.
+    value.
+
+    Blocks while there is more in memory than may be and something can still leave, so that a task may park more than
+    fits; not on the event loop, and not if the setting ``gpuspill.admission`` is off.
     """
     if isinstance(value, Parked):
         return value
-    return Parked(value, current_store())
+    store = current_store()
+    parked = Parked(value, store)
+    if store is not None:
+        store.wait_for_room()
+    return parked
 
 
 def unproxify(value: Any) -> Any:

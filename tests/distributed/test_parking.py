@@ -1,18 +1,21 @@
 """Values that a task parks in its worker's store."""
 
+import asyncio
 import pickle
 import threading
 
 import numpy as np
 from distributed import get_worker
+from distributed.utils_test import async_poll_for
 
 import gpuspill
 from gpuspill import simulated
 from gpuspill.distributed.parking import Parked
 from gpuspill.simulated import asarray, asnumpy
+from gpuspill.testing.stores import Gate, GatedStore
 
 from .clusters import spilling
-from .test_device import CHUNK, device, make, on_device  # noqa: F401
+from .test_device import CHUNK, LIMIT, device, make, on_device  # noqa: F401
 
 ONE = (("127.0.0.1", 1),)
 NBYTES = 80_000
@@ -50,6 +53,64 @@ async def test_a_parked_value_is_spilled_and_comes_back(c, s, a):
     a.data.statistics()
     assert not a.data._parked
     assert set(a.data) <= {"t"}
+
+
+@spilling(nthreads=ONE, limits=(3 * NBYTES,))
+async def test_more_can_be_parked_than_fits(c, s, a):
+    """Whoever parks waits for those who write."""
+
+    def task():
+        handles, most = [], 0
+        for number in range(30):
+            handles.append(gpuspill.proxify(np.full(10_000, number)))
+            most = max(most, manager().memory_total())
+        return most, [int(handle.resolve()[5]) for handle in handles]
+
+    most, numbers = await c.submit(task)
+    assert numbers == list(range(30))
+    assert most <= 3 * NBYTES
+
+
+@spilling(nthreads=ONE, limits=(NBYTES + 1000,))
+async def test_parking_waits_until_something_is_written(c, s, a):
+    spiller = a.data.manager._spiller
+    spiller._store = GatedStore(spiller._store)
+    gate = spiller._store.before["write"] = Gate()
+    a.parked = []
+
+    def task():
+        parked = get_worker().parked
+        for number in range(2):
+            parked.append(gpuspill.proxify(np.full(10_000, number)))
+        return len(parked)
+
+    future = c.submit(task)
+    assert await asyncio.to_thread(gate.arrived.acquire, timeout=10)
+    await async_poll_for(lambda: a.data.statistics().waiting == 1, timeout=10)
+    assert len(a.parked) == 1
+    gate.open()
+    assert await future == 2
+    a.parked.clear()
+
+
+@spilling(nthreads=ONE, limits=(1,))
+async def test_parking_does_not_wait_for_what_never_comes(c, s, a):
+    """Nothing can leave: the caller has the values in hand, or they cannot be written."""
+
+    def held():
+        values = [np.full(10_000, number) for number in range(5)]
+        return len([gpuspill.proxify(value) for value in values])
+
+    def unspillable():
+        return len([gpuspill.proxify(threading.Lock()) for _ in range(5)])
+
+    async def on_the_loop():
+        return len([gpuspill.proxify(np.full(10_000, number)) for number in range(5)])
+
+    assert await c.submit(held) == 5
+    assert await c.submit(unspillable) == 5
+    assert await c.submit(on_the_loop) == 5
+    assert await c.run(on_the_loop) == {a.address: 5}
 
 
 @spilling(nthreads=ONE)
@@ -121,6 +182,20 @@ async def test_parked_on_a_device(c, s, a, device):  # noqa: F811
     assert await c.submit(task) == 3 * CHUNK // 8
     a.data.statistics()
     assert device.statistics().live_bytes == 0
+
+
+@on_device(limits=(LIMIT * 100,))
+async def test_more_can_be_parked_than_fits_on_the_device(c, s, a, device):  # noqa: F811
+    def task():
+        handles, most = [], 0
+        for number in range(3 * LIMIT // CHUNK):
+            handles.append(gpuspill.proxify(make(number)))
+            most = max(most, simulated.device().statistics().live_bytes)
+        return most, [int(asnumpy(handle.resolve())[0]) for handle in handles]
+
+    most, numbers = await c.submit(task)
+    assert numbers == list(range(3 * LIMIT // CHUNK))
+    assert most <= LIMIT
 
 
 def test_without_a_worker_it_just_keeps_the_value():
