@@ -126,7 +126,15 @@ class ProxifyManager:
 
     # -- by key: never blocks ------------------------------------------------------------------------
 
-    def store(self, key: Hashable, value: object, nbytes: int | None = None, *, spillable: bool = True) -> None:
+    def store(
+        self,
+        key: Hashable,
+        value: object,
+        nbytes: int | None = None,
+        *,
+        spillable: bool = True,
+        touched: bool = True,
+    ) -> None:
         """Put `value` in memory under `key`, replacing what the key held; spilling may start in the background.
 
         Parameters
@@ -134,12 +142,14 @@ class ProxifyManager:
         key
             Any hashable.
         value
-            Any object. The same object under several keys is charged once. Storing it again, under whatever key, says
-            that it may have been changed in place: its record is given up.
+            Any object. The same object under several keys is charged once.
         nbytes
             Its size in bytes, if the caller knows; else ``sizeof`` is called here.
         spillable
             Whether it may leave memory.
+        touched
+            Whether it may have been changed in place since it was stored before, under whatever key: then its record is
+            given up.
         """
         if nbytes is None:
             nbytes = self._sizeof(value)
@@ -147,7 +157,7 @@ class ProxifyManager:
         slots = self._metadata.slots
         with self._metadata as state:
             if self._metadata.nested:
-                self._metadata.defer(partial(self.store, key, value, nbytes, spillable=spillable))
+                self._metadata.defer(partial(self.store, key, value, nbytes, spillable=spillable, touched=touched))
                 return
             admission = self._labels.pop(key, None)
             if admission is not None:
@@ -158,7 +168,8 @@ class ProxifyManager:
                 slots[pid].refusals = 0  # the caller has it in hand: patience with it begins anew
                 state.alias(key, pid)
                 self._sharing.take_up(pid, value, shared)
-                state.renew(pid)  # a task that changed its input in place and returned it stores it under another key
+                if touched:
+                    state.renew(pid)  # a task that changed its input in place and returned it stores it anew
             else:
                 size = self._sizes.estimate(type(value), nbytes)
                 if shared is None:

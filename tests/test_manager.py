@@ -172,6 +172,21 @@ def test_a_value_that_was_changed_and_stored_again_is_what_comes_back(kit, when,
     assert manager.get(key).content == "after"
 
 
+@pytest.mark.parametrize("touched", [False, True])
+def test_another_name_for_a_value_that_nobody_touched_keeps_its_record(kit, touched):
+    kit.manager.store("x", Thing("content"))
+    kit.spill("x")
+    value = kit.manager.get("x")
+    assert kit.state("x") is State.CLEAN
+    kit.manager.store("y", value, touched=touched)
+    del value
+    assert kit.state("x") is kit.state("y") is (State.RESIDENT if touched else State.CLEAN)
+    squeeze(kit)
+    kit.manager.discard("x")
+    assert kit.manager.get("y") == Thing("content")
+    kit.manager.validate()
+
+
 def test_what_two_keys_of_one_value_miss_is_counted_once(kit):
     kit.manager.store("x", value := Thing(nbytes=700))
     kit.manager.store("y", value)

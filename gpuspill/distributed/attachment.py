@@ -289,6 +289,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
     if store.tier is not None:
         store.tier.manager.loop_thread = threading.get_ident()
     store.nbytes_of = partial(internals.known_nbytes, worker)
+    store.passes_on = partial(internals.passes_on, worker)
     store.on_lost = attachment.lost
     if store is not old:
         _take_over(worker, old, store)

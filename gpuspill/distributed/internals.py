@@ -16,6 +16,7 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from dask._task_spec import Alias
 from distributed import Status
 from distributed import worker_state_machine as wsm
 from distributed.comm.addressing import get_address_host
@@ -42,6 +43,7 @@ __all__ = [
     "max_spill",
     "missing_hooks",
     "next_use",
+    "passes_on",
     "recover",
     "replace_data",
     "speaks_gpuspill",
@@ -106,6 +108,12 @@ def known_nbytes(worker: Any, key: Hashable) -> int | None:
     """
     ts = worker.state.tasks.get(key)
     return None if ts is None else ts.nbytes
+
+
+def passes_on(worker: Any, key: Hashable) -> bool:
+    """Return whether a task is but another name for its input, as dask's optimisation leaves many; it runs no code."""
+    ts = worker.state.tasks.get(key)
+    return ts is not None and type(ts.run_spec) is Alias
 
 
 def is_busy(worker: Any, comm: Any) -> bool:

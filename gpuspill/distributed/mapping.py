@@ -94,6 +94,9 @@ class SpillStore(MutableMapping[Hashable, object]):
         ``nbytes_of(key)``: what the worker believes to be the size of a value that is about to be stored, in
         bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on the event loop; the
         worker knows because the task's thread measured it.
+    passes_on
+        ``passes_on(key)``: whether what is about to be stored is what another key holds, and nobody's code had it in
+        hand. Else a record that there is of it no longer counts.
     has_lost_values
         Whether another worker ever sent word that a value is lost for good.
     on_lost
@@ -129,6 +132,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.settings = Settings() if settings is None else settings
         self.pool = pool
         self.nbytes_of: Callable[[Hashable], int | None] | None = None
+        self.passes_on: Callable[[Hashable], bool] | None = None
         self.on_lost: Callable[[DataLostError], object] | None = None
         self.metrics = Metrics() if metrics is None else metrics
         self.has_lost_values = False
@@ -176,7 +180,8 @@ class SpillStore(MutableMapping[Hashable, object]):
                 self.tier.expect_use(skeleton, self.manager.next_use(key), key)
                 self.tier.settle()
                 return
-        self.manager.store(key, value, nbytes, spillable=external is None)
+        touched = self.passes_on is None or not self.passes_on(key)
+        self.manager.store(key, value, nbytes, spillable=external is None, touched=touched)
         if self.tier is not None:
             self.tier.settle()
 

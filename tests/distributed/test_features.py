@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import dask
 import numpy as np
 import pytest
+from dask._task_spec import Alias, Task, TaskRef
 from distributed import Actor, Event, Reschedule, get_client, get_worker, secede, wait, worker_client
 from distributed.utils_test import async_poll_for, inc
 
@@ -64,6 +65,28 @@ async def test_nested_arguments(c, s, a, b):
     assert await c.gather(futures) == [3000, 6000, 6000, 3000]
     lazy = dask.delayed(no_proxy)([x, y], other={"z": z})
     assert await c.compute(lazy) == 6000
+
+
+@spilling(nthreads=(("127.0.0.1", 1),), limits=(None, 1))
+@pytest.mark.parametrize("changed", [False, True])
+async def test_another_name_for_a_value_is_no_reason_to_write_it_again(c, s, a, changed):
+    """dask's optimisation leaves tasks that only pass on their input; a task of somebody's may have changed it."""
+
+    def twice(x):
+        x *= 2
+        return x
+
+    x = c.submit(np.ones, 1000, key="x")
+    await wait(x)
+    await all_spilled(a)
+    assert a.data.statistics().spills == 1
+    y = c.get({"y": Task("y", twice, TaskRef("x")) if changed else Alias("y", "x")}, "y", sync=False)
+    await wait(y)
+    x.release()
+    await async_poll_for(lambda: "x" not in a.data, timeout=10)
+    await all_spilled(a)
+    assert a.data.statistics().spills == 1 + changed
+    assert await c.submit(np.sum, y) == 1000 * (1 + changed)
 
 
 @spilling()
