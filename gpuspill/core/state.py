@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from gpuspill.core.budget import Budget, Kind, Reservation
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.policy import EvictionQueue, NextUse, Order
+from gpuspill.core.readahead import ReadAhead
 from gpuspill.core.residency import State, Tier
 from gpuspill.errors import InvalidTransition
 
@@ -123,6 +124,7 @@ class SpillState:
         self.ledger = Ledger()
         self.queue = EvictionQueue()
         self.uses = NextUse()
+        self.read_ahead = ReadAhead()
         self.counters = Counters()
         self.keep_clean = keep_clean
         self._is_held = held
@@ -274,6 +276,7 @@ class SpillState:
     def touch(self, pid: int) -> None:
         """Note a use."""
         self.queue.touch(pid)
+        self.read_ahead.used(pid)
 
     def pin(self, pid: int) -> None:
         """The value is in use: it is no victim until every pin is undone, and survives the deletion of its keys."""
@@ -281,6 +284,7 @@ class SpillState:
         for part in entry.parts:
             self.pin(part)
         entry.residency.pin()
+        self.read_ahead.used(pid)
         if entry.residency.pins == 1:
             if self._charged(entry):
                 self.pinned_nbytes += entry.nbytes
@@ -501,6 +505,7 @@ class SpillState:
         """
         entry = self.ledger.entries[pid]
         entry.residency.begin(Tier.DISK, Tier.HOST)
+        self.read_ahead.missed()
         self._charge_restore(entry, 1)
         if reservation is not None:
             self.memory.settle(reservation, entry.nbytes)
@@ -510,13 +515,18 @@ class SpillState:
         """Begin a restore ahead of its use, if there is room for it.
 
         Room is what is free, plus clean values that are needed later than `order` or not at all: a
-        prefetch never causes a write and never takes what others wait for.
+        prefetch never causes a write and never takes what others wait for. What was read ahead and
+        not used yet may take a share of the limit that depends on how that went before.
         """
         entry = self.ledger.entries[pid]
         if entry.residency.state is not State.SPILLED:
             return False
+        budget = self.memory
+        if not self.read_ahead.allows(entry.nbytes, None if budget.limit is None else budget.limit - budget.offset):
+            return False
         room = self._make_room_ahead(entry.nbytes, order)
         if room:
+            self.read_ahead.begin(pid, entry.nbytes)
             entry.residency.begin(Tier.DISK, Tier.HOST)
             self._charge_restore(entry, 1)
             self.counters.prefetches += 1
@@ -572,6 +582,7 @@ class SpillState:
         entry = self._restoring_entry(pid)
         entry.residency.fail()
         entry.renewed = False
+        self.read_ahead.gone(pid)
         self._charge_restore(entry, -1)
         self.counters.restore_failures += 1
         if lost:
@@ -673,6 +684,7 @@ class SpillState:
         self.memory.validate()
         self.disk.validate()
         self.queue.validate(self._clean)
+        self.read_ahead.validate(lambda pid: self._charged(self.ledger.entries[pid]))
         self.ledger.validate(self.memory.used, self.disk.used)
         leaving = spilling = pinned = unspillable = spilled = spilled_nbytes = 0
         owners: dict[int, int] = {}
@@ -802,6 +814,7 @@ class SpillState:
 
     def _drop(self, entry: Entry, *, clean: bool = True) -> None:
         """Let go of a value in memory of which a record exists."""
+        self.read_ahead.evicted(entry.pid)
         self._unlist(entry.pid)
         entry.residency.drop(Tier.HOST)
         self._forget_record(entry)
@@ -881,6 +894,7 @@ class SpillState:
         self.unspillable -= entry.unspillable
         self.away -= not residency.resident
         self._let_go_of_parts(entry)
+        self.read_ahead.gone(entry.pid)
         self.ledger.forget(entry)
         self._effects.forgotten.append(entry.pid)
 
