@@ -8,7 +8,7 @@ import threading
 from gpuspill.core.backoff import Backoff
 from gpuspill.core.sizes import SizeModel
 from gpuspill.core.state import SpillState
-from gpuspill.errors import cut_loose
+from gpuspill.errors import StorageFull, cut_loose
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
 from gpuspill.serialization import Encoded, Serializer
@@ -142,8 +142,10 @@ class Spiller:
             del value, frames
             self._log_once(
                 "quota",
-                "the disk limit of %s bytes (distributed.worker.memory.max-spill) is used up; values stay in memory",
-                metadata.state.disk.limit,
+                "the disk limit of %s bytes (%s) is used up; values stay in memory. Release data, add workers, "
+                "or raise the limit",
+                f"{metadata.state.disk.limit:,}",
+                metadata.disk_limit_from,
             )
             self._fail(pid, None, forever=False)
             return
@@ -193,10 +195,13 @@ class Spiller:
         elif error is not None:
             self._log_once(
                 f"storage {type(error).__name__} {getattr(error, 'errno', None)}",
-                "could not spill %r, it stays in memory and is tried again: %s: %s",
+                "could not spill %r, it stays in memory and is tried again: %s: %s%s",
                 slot.key,
                 type(error).__name__,
                 error,
+                f". To leave room to others, set {self._metadata.disk_limit_from}"
+                if isinstance(error, StorageFull)
+                else "",
             )
         if error is not None:
             cut_loose(error)
