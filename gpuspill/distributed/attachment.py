@@ -270,6 +270,8 @@ def attach(worker: Any, **options: object) -> SpillStore:
     ------
     ConfigError
         An option cannot be used, or the worker's data is of a kind that cannot be taken over. Nothing was changed.
+    StorageError
+        The spill directory cannot be used. Nothing was changed.
 
     Notes
     -----
@@ -376,7 +378,7 @@ def data(**options: object) -> tuple[Callable[..., SpillStore], dict[str, Any]]:
     Raises
     ------
     ConfigError
-        An option cannot be used.
+        An option cannot be used, or no worker can know what ``distributed.worker.memory.spill-compression`` names.
 
     Examples
     --------
