@@ -299,7 +299,7 @@ def test_the_quota(kit, caplog):
     assert (stats.disk_keys, stats.set_aside) == (3, 3)
     assert stats.disk_nbytes <= 3 * record
     assert len(caplog.records) == 1
-    assert "max-spill" in caplog.text
+    assert f"the disk limit of {3 * record} bytes (disk_limit) is used up" in caplog.text
     spilled = manager.keys_in(Tier.DISK)
     manager.discard(spilled[0])
     kit.engine.spill_all()
