@@ -63,7 +63,26 @@ def _version() -> str:
         return "unknown (not installed)"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Failure(click.ClickException):
+    """What ends a command with one line."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"gpuspill: {self.message}", err=True)
+
+
+class _Group(click.Group):
+    """Says in one line what gpuspill raises on purpose, also where ``dask`` runs the command."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GpuspillError as error:
+            raise _Failure(str(error)) from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(_version(), prog_name="gpuspill")
 def gpuspill() -> None:
     """Spilling for Dask workers that never stops the worker: see it work, and measure it."""
@@ -339,13 +358,17 @@ def report(files: tuple[Path, ...]) -> None:
 def config(scheduler: str | None) -> None:
     """Print the settings in force here, or on the workers of SCHEDULER, and where each comes from.
 
-    SCHEDULER is an address such as tcp://host:8786, or the path of a scheduler file.
+    SCHEDULER is an address such as tcp://host:8786, or the path of a scheduler file. Workers that differ in more than
+    their own directories are shown one after another.
     """
     from rich.table import Table
 
     from gpuspill.distributed.effective import here, of_cluster, text
 
     for title, rows in here() if scheduler is None else of_cluster(scheduler):
+        if not rows:
+            _console().print(title, markup=False, highlight=False)
+            continue
         table = Table(title=title, title_justify="left")
         for heading in ("option", "value", "in force", "from"):
             table.add_column(heading, overflow="fold")
@@ -368,11 +391,7 @@ def main(arguments: list[str] | None = None) -> None:
     SystemExit
         Always.
     """
-    try:
-        gpuspill.main(args=arguments, prog_name="gpuspill")
-    except GpuspillError as error:
-        click.echo(f"gpuspill: {error}", err=True)
-        sys.exit(2)
+    gpuspill.main(args=arguments, prog_name="gpuspill")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
-from distributed import LocalCluster, Nanny
+from distributed import LocalCluster, Nanny, Worker
 
 from gpuspill.config import Settings, is_on
 from gpuspill.distributed.attachment import data as spilling_data
@@ -58,6 +60,9 @@ class LocalCUDACluster(LocalCluster):
     ------
     ConfigError
         The switch is no truth value or is said to be on and off; or ``data=`` was given although it is on.
+    TypeError
+        A keyword is none of this class, dask-cuda's, ``LocalCluster`` or the workers'. (Not raised if a worker class of
+        your own takes any.)
 
     Notes
     -----
@@ -90,19 +95,21 @@ class LocalCUDACluster(LocalCluster):
         shared_filesystem: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        stock = cluster_class()
+        with_devices = stock is not None and isinstance(self, stock)
+        _refuse_unknown(kwargs, stock, with_devices, _by_name(stock, args, kwargs).get("worker_class"))
         on = _switched_on(enable_jit_unspill, jit_unspill)
         if on and kwargs.get("data") is not None:
             raise ConfigError("data= was given, so gpuspill cannot provide it: leave it out, or jit_unspill=False")
         if on and shared_filesystem:
             answer_once(f"shared_filesystem={shared_filesystem!r} changes nothing: {SHARED_FILESYSTEM}")
-        stock = cluster_class()
         given = _by_name(stock, args, kwargs)
         if on:
             limit = device_limit_option(given.get("device_memory_limit", "default"))
             # By default what is configured counts, on each worker.
             options = {} if limit == "auto" else {"device_memory_limit": limit}
             kwargs["data"] = given["data"] = spilling_data(**options)
-        if stock is not None and isinstance(self, stock):
+        if with_devices:
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         else:
             super().__init__(**_without_devices(given, on, stock))  # type: ignore[no-untyped-call]
@@ -117,6 +124,56 @@ def _with_devices(cls: Any, stock: Any) -> Any:
     """Return a class whose instances are of both; its ``super().__init__`` is dask-cuda's."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls, stock), names)
+
+
+def _refuse_unknown(keywords: Iterable[str], stock: type | None, with_devices: bool, worker_class: object) -> None:
+    """Raise TypeError for a keyword that nobody takes: a worker would, when it starts, in another process.
+
+    Parameters
+    ----------
+    keywords
+        Their names.
+    stock
+        dask-cuda's class, if there is one.
+    with_devices
+        Whether it makes the cluster. Else what is about devices is going to be ignored.
+    worker_class
+        As given.
+    """
+    known = {*_OWN, *inspect.signature(LocalCluster.__init__).parameters}
+    if not with_devices:
+        known |= {*_ABOUT_DEVICES, "device_memory_limit"}
+    for cls in (stock, Nanny, Worker, worker_class):
+        taken = set() if cls is None else _taken(cls)
+        if taken is None:
+            return
+        known |= taken
+    for name in keywords:
+        if name in known or (not with_devices and name.startswith("rmm_")):
+            continue
+        close = difflib.get_close_matches(name, known - {"self"})
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        if name in {field.name for field in fields(Settings)}:
+            option = f"gpuspill.{name.replace('_', '-')}"
+            hint = f" It is an option of gpuspill, which the workers read from dask's configuration: {option}."
+        raise TypeError(f"LocalCUDACluster got an unexpected keyword argument {name!r}.{hint}")
+
+
+def _taken(cls: object) -> set[str] | None:
+    """Return the names of the keywords that a class takes and hands to its bases; None if nobody can tell."""
+    names: set[str] = set()
+    if not isinstance(cls, type):
+        return None
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        names.update(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            break
+        if base.__module__.partition(".")[0] not in ("distributed", "dask_cuda", "gpuspill"):
+            return None  # it may take some itself
+    return names
 
 
 def _switched_on(enable_jit_unspill: object, jit_unspill_: object) -> bool:

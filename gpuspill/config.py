@@ -23,7 +23,10 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from gpuspill.errors import ConfigError
 
-__all__ = ["Settings", "is_on"]
+__all__ = ["CODECS", "Settings", "is_on", "simulated_options"]
+
+#: The codecs there may be, by distributed's names, and the package that each needs beside Python.
+CODECS: Mapping[str, str | None] = {"lz4": "lz4", "snappy": "python-snappy", "zlib": None, "zstd": "zstandard"}
 
 #: Words, in any case, for no limit or for a feature that is off, and for one that is on.
 _OFF = frozenset({"", "0", "0.0", "none", "false", "off", "no"})
@@ -45,7 +48,7 @@ class Settings:
     spill_directory
         Parent of the spill directory. None: the worker's local directory.
     compression
-        ``"auto"``: as ``distributed.worker.memory.spill-compression`` says. A codec's name, or None
+        ``"auto"``: as ``distributed.worker.memory.spill-compression`` says. A codec's name (:data:`CODECS`), or None
         for no compression.
     spill_threads, restore_threads
         Threads that write and read in the background; a task's own thread reads its inputs itself.
@@ -100,13 +103,14 @@ class Settings:
         Raises
         ------
         ConfigError
-            An option is unknown or its value cannot be used; the message names both.
+            An option is unknown or its value cannot be used; the message names both. Those of the simulated device
+            (``gpuspill.simulated``) are checked too.
         """
         configured = dask.config.get("gpuspill", None) or {}
         if not isinstance(configured, Mapping):
             raise ConfigError(f"gpuspill: expected a mapping of options, found {configured!r}")
         raw = {str(name).replace("-", "_"): value for name, value in configured.items()}
-        raw.pop("simulated", None)  # read by the device itself, see gpuspill.simulated.current
+        simulated_options(raw.pop("simulated", None))  # read by the device itself, see gpuspill.simulated.current
         raw.update(options)
         known = {field.name: field.default for field in fields(cls)}
         for name in raw:
@@ -219,12 +223,13 @@ def _switch(name: str, value: Any) -> bool:
     return on
 
 
-def _text(name: str, value: Any) -> str | None:
+def _codec(name: str, value: Any) -> str | None:
     if _off(value):
         return None
-    if not isinstance(value, str):
-        raise _fail(name, value, "a text")
-    return value
+    word = _word(value)
+    if word != "auto" and word not in CODECS:
+        raise _fail(name, value, f"'auto', one of {', '.join(map(repr, CODECS))}, or None for no compression")
+    return word
 
 
 def _directory(name: str, value: Any) -> str | None:
@@ -254,7 +259,7 @@ _PARSERS: Mapping[str, Any] = {
     "host_limit": _limit,
     "max_spill": _limit,
     "spill_directory": _directory,
-    "compression": _text,
+    "compression": _codec,
     "spill_threads": _count(1),
     "restore_threads": _count(1),
     "prefetch": _count(0),
@@ -266,3 +271,76 @@ _PARSERS: Mapping[str, Any] = {
     "follow_process_memory": _switch,
     "storage_delay": _seconds,
 }
+
+
+# -- the simulated device ------------------------------------------------------------------------
+
+
+def _memory(value: Any) -> int:
+    nbytes = int(parse_bytes(value))
+    if nbytes < 0:
+        raise ValueError("expected a size such as '1 GiB'")
+    return nbytes
+
+
+def _bandwidth(value: Any) -> float | None:
+    rate = None if value in (None, False, "", "none", "None") else float(parse_bytes(value))
+    if rate is not None and not rate > 0:
+        raise ValueError("expected bytes a second such as '10 GB', or None for no limit")
+    return rate
+
+
+def _latency(value: Any) -> float:
+    seconds = float(parse_timedelta(value) or 0.0)
+    if not seconds >= 0:
+        raise ValueError("expected a time such as '1 ms'")
+    return seconds
+
+
+def _checks(value: Any) -> bool:
+    found = str(value).lower()
+    if found not in ("1", "true", "yes", "on", "0", "false", "no", "off", "none"):
+        raise ValueError("expected true or false")
+    return found in ("1", "true", "yes", "on")
+
+
+_SIMULATED: Mapping[str, Any] = {
+    "memory": _memory,
+    "bandwidth": _bandwidth,
+    "latency": _latency,
+    "kernel_latency": _latency,
+    "checks": _checks,
+}
+
+
+def simulated_options(options: object, where: str = "gpuspill.simulated.") -> dict[str, Any]:
+    """Return the options of the simulated device in the form in which it takes them.
+
+    Parameters
+    ----------
+    options
+        As configured: a mapping, or None for none.
+    where
+        What stands before their names in messages.
+
+    Raises
+    ------
+    ConfigError
+        An option is unknown or its value cannot be used; the message names both.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where.rstrip('.')}: expected a mapping of options, found {options!r}")
+    parsed = {}
+    for name, value in options.items():
+        known = str(name).replace("-", "_")
+        if known not in _SIMULATED:
+            close = difflib.get_close_matches(known, _SIMULATED, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{where}{name}: no such option.{hint} There are: {', '.join(sorted(_SIMULATED))}.")
+        try:
+            parsed[known] = _SIMULATED[known](value)
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+            raise ConfigError(f"{where}{name}: found {value!r}, which cannot be used: {error}") from None
+    return parsed

@@ -68,7 +68,7 @@ class StorageFull(StorageError):
 
 
 class QuotaExceeded(StorageError):
-    """The record would exceed the quota (``distributed.worker.memory.max-spill``); nothing was written."""
+    """The record would exceed the quota of its store; nothing was written."""
 
 
 class DataLostError(GpuspillError, RuntimeError):

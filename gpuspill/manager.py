@@ -694,12 +694,21 @@ class ProxifyManager:
         """Number of values that are on disk only."""
         return self._metadata.state.spilled
 
-    def set_limit(self, limit: int | None, disk_limit: int | None) -> None:
-        """Change the limits, in bytes; None for no limit. Without effect after :meth:`close`."""
+    def set_limit(self, limit: int | None, disk_limit: int | None, *, disk_limit_from: str | None = None) -> None:
+        """Change the limits, in bytes; None for no limit. Without effect after :meth:`close`.
+
+        Parameters
+        ----------
+        limit, disk_limit
+            As of the class.
+        disk_limit_from
+            The setting that says what `disk_limit` is, for messages; None: the same as before.
+        """
         with self._metadata as state:
             if self._metadata.nested:
-                self._metadata.defer(partial(self.set_limit, limit, disk_limit))
+                self._metadata.defer(partial(self.set_limit, limit, disk_limit, disk_limit_from=disk_limit_from))
             elif not self._metadata.closed:
+                self._metadata.disk_limit_from = disk_limit_from or self._metadata.disk_limit_from
                 state.set_limits(limit, disk_limit)
 
     def set_offset(self, nbytes: int) -> None:

@@ -64,6 +64,8 @@ class Metadata:
         Those who wait, by reservation.
     totals
         Sums for the statistics: seconds and bytes by name.
+    disk_limit_from
+        Where the disk limit comes from, for messages.
     closed
         Nothing is spilled or restored any more.
     """
@@ -86,6 +88,7 @@ class Metadata:
         self.state = SpillState(limit=limit, disk_limit=disk_limit, held=self.slots.held, keep_clean=keep_clean)
         self.admissions: dict[Reservation, Admission] = {}
         self.totals: defaultdict[str, float] = defaultdict(float)
+        self.disk_limit_from = "disk_limit"
         self.closed = False
         self.engine: Engine | None = None
         self._depth = 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 
+from gpuspill.core.backoff import Backoff
 from gpuspill.core.sizes import SizeModel
-from gpuspill.errors import cut_loose
+from gpuspill.core.state import SpillState
+from gpuspill.errors import StorageFull, cut_loose
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
 from gpuspill.serialization import Encoded, Serializer
@@ -16,8 +18,13 @@ __all__ = ["Spiller"]
 
 logger = logging.getLogger("gpuspill")
 
-#: Seconds between two attempts to evict what could not be evicted: first, and at most.
-_BACKOFF = (0.01, 0.2)
+#: Seconds between two looks at what somebody held: first, and at most. A look costs microseconds.
+_HELD = (0.01, 0.2)
+#: Seconds between two attempts to write what could not be written: first, and at most. An attempt serialises a value
+#: and may write most of it.
+_BLOCKED = (0.25, 4.0)
+#: How many of those values are tried at a time, each time others; all of them, one after another, once that works.
+_PROBES = 8
 
 
 class Spiller:
@@ -47,8 +54,9 @@ class Spiller:
         self._serializer = serializer
         self._sizes = sizes
         self._observer = observer
-        self._pause = _BACKOFF[0]
-        self._retry_at = 0.0
+        self._held = Backoff(*_HELD)
+        self._blocked = Backoff(*_BLOCKED)
+        self._relieved = 0
         self._logged: set[str] = set()
 
     def step(self) -> float | None:
@@ -63,25 +71,37 @@ class Spiller:
         with metadata as state:
             if metadata.closed:
                 return float("inf")
-            now = metadata.clock()
             pid = state.next_spill()
             pause = float("inf")
             loose = state.loose
             # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
             # are let go at this very point, and would wait for ever if there always were something to try.
             if pid is None and state.set_aside and state.memory.over():
-                if now >= self._retry_at:
-                    self._retry_at = now + self._pause
-                    self._pause = min(2 * self._pause, _BACKOFF[1])
-                    state.retry()
-                    pause = 0.0
-                else:
-                    pause = self._retry_at - now
+                pause = self._try_again(state, metadata.clock())
         if pid is None:
             # What was dropped may be gone by now, and what it kept in memory has become a candidate.
             return None if loose and not metadata.state.loose else pause
         self.spill(pid)
         return None
+
+    def _try_again(self, state: SpillState, now: float) -> float:
+        """Make candidates of what was set aside, as far as it is time for that; return the seconds until it is."""
+        pause = float("inf")
+        if state.relieved != self._relieved:
+            self._relieved = state.relieved
+            self._blocked.relent(now)
+        if state.held:
+            pause = self._held.left(now)
+            if pause <= 0:
+                self._held.start(now)
+                state.retry_held()
+        if state.blocked:
+            left = self._blocked.left(now)
+            pause = min(pause, left)
+            if left <= 0:
+                self._blocked.start(now)
+                state.retry_blocked(_PROBES)
+        return max(0.0, pause)
 
     def spill(self, pid: int, *, force: bool = False) -> None:
         """Write a value whose spill was begun. Blocks; never raises.
@@ -122,8 +142,10 @@ class Spiller:
             del value, frames
             self._log_once(
                 "quota",
-                "the disk limit of %s bytes (distributed.worker.memory.max-spill) is used up; values stay in memory",
-                metadata.state.disk.limit,
+                "the disk limit of %s bytes (%s) is used up; values stay in memory. Release data, add workers, "
+                "or raise the limit",
+                f"{metadata.state.disk.limit:,}",
+                metadata.disk_limit_from,
             )
             self._fail(pid, None, forever=False)
             return
@@ -146,8 +168,10 @@ class Spiller:
             totals["write"] += stop - middle
             totals["written"] += receipt.nbytes
             totals["raw"] += raw
-            self._logged.discard("quota")
-            self._pause = _BACKOFF[0]
+            self._held.relent(clock())
+            if state.ledger.entries[pid].refusals:
+                self._blocked.succeeded()
+                self._logged.discard("quota")
             state.complete_spill(pid, receipt.nbytes, force=force)
         if self._observer is not None:
             self._observer("serialize", middle - start, "seconds")
@@ -171,15 +195,19 @@ class Spiller:
         elif error is not None:
             self._log_once(
                 f"storage {type(error).__name__} {getattr(error, 'errno', None)}",
-                "could not spill %r, it stays in memory and is tried again: %s: %s",
+                "could not spill %r, it stays in memory and is tried again: %s: %s%s",
                 slot.key,
                 type(error).__name__,
                 error,
+                f". To leave room to others, set {self._metadata.disk_limit_from}"
+                if isinstance(error, StorageFull)
+                else "",
             )
         if error is not None:
             cut_loose(error)
         with self._metadata as state:
-            self._retry_at = max(self._retry_at, self._metadata.clock() + self._pause)
+            if not forever:
+                self._blocked.failed(self._metadata.clock(), again=bool(state.ledger.entries[pid].refusals))
             state.fail_spill(pid, forever=forever)
 
     def _log_once(self, what: str, message: str, *args: object) -> None:

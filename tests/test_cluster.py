@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from pathlib import Path
 
 import dask
 import pytest
@@ -173,6 +174,47 @@ def test_the_shared_filesystem_is_answered_once(caplog: pytest.LogCaptureFixture
 def test_what_cannot_be_meant_is_an_error(keywords: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(n_workers=0, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("n_wrkers", "Did you mean 'n_workers'"),
+        ("memory_limt", "Did you mean 'memory_limit'"),
+        ("device_memory_limits", "'device_memory_limit'"),
+        ("enable_jitunspill", "'enable_jit_unspill'"),
+        (
+            "prefetch",
+            "It is an option of gpuspill, which the workers read from dask's configuration: gpuspill.prefetch.",
+        ),
+        ("xyzzy", None),
+    ],
+)
+@pytest.mark.parametrize("switch", [{}, {"jit_unspill": False}])
+def test_an_unknown_keyword_is_an_error_at_once(name: str, message: str | None, switch: dict[str, bool]) -> None:
+    with pytest.raises(TypeError, match=f"LocalCUDACluster got an unexpected keyword argument '{name}'") as caught:
+        start(**{name: 1}, **switch)
+    assert str(caught.value).endswith("'xyzzy'.") if message is None else message in str(caught.value)
+
+
+def test_keywords_of_workers_and_nannies_reach_them(tmp_path: Path) -> None:
+    """Of every class on the way, and those of a class of one's own."""
+
+    class Mine(Worker):
+        def __init__(self, *args: object, mine: int = 0, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+
+    keywords = {
+        "resources": {"x": 1},  # of both
+        "lifetime": "1 hour",  # of workers
+        "env": {"x": "1"},  # of nannies
+        "connection_args": {},  # of servers
+        "silence_logs": 40,  # of the cluster
+    }
+    with start(n_workers=0, **keywords) as cluster:
+        assert {*keywords, "interface"} - {"silence_logs"} <= {*options_of(cluster)}
+    with start(n_workers=0, worker_class=Mine, mine=7, and_others=8) as cluster:
+        assert (options_of(cluster)["mine"], options_of(cluster)["and_others"]) == (7, 8)
 
 
 def test_arguments_have_to_be_named_without_dask_cuda() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import dask.config
 import pytest
 
-from gpuspill.config import Settings
+from gpuspill.config import Settings, simulated_options
 from gpuspill.errors import ConfigError
 
 NAN, INF = float("nan"), float("inf")
@@ -54,10 +54,11 @@ SWITCH = {
     ],
     "bad": ["maybe", 2, -1, 0.5, [], [1], {}, object(), NAN, "auto", "truee"],
 }
-TEXT = {
-    "good": [*((value, None) for value in OFF), ("auto", "auto"), ("lz4", "lz4"), ("zstd", "zstd")],
-    "bad": [1, True, [], ["lz4"], {}, 1.5, b"lz4", object()],
-}
+CODEC = {
+    "good": [*((value, None) for value in OFF), ("auto", "auto"), ("lz4", "lz4"), ("ZSTD ", "zstd"), ("zlib", "zlib"),
+             ("snappy", "snappy")],
+    "bad": ["lz5", "gzip", 1, True, [], ["lz4"], {}, 1.5, b"lz4", object()],
+}  # fmt: skip
 DIRECTORY = {
     "good": [
         *((value, None) for value in OFF),
@@ -96,7 +97,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "host_limit": ("auto", LIMIT),
     "max_spill": ("auto", LIMIT),
     "spill_directory": (None, DIRECTORY),
-    "compression": ("auto", TEXT),
+    "compression": ("auto", CODEC),
     "spill_threads": (2, COUNT),
     "restore_threads": (2, COUNT),
     "prefetch": (4, COUNT_OR_NONE),
@@ -204,6 +205,32 @@ def test_a_configuration_that_is_no_mapping(configured):
 def test_an_empty_configuration(configured):
     with dask.config.set({"gpuspill": configured}):
         assert Settings.load() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("configured", "message"),
+    [
+        ({"memory": "a lot"}, "gpuspill.simulated.memory: found 'a lot'"),
+        ({"memory": -1}, "gpuspill.simulated.memory: found -1"),
+        ({"bandwidth": -1}, "gpuspill.simulated.bandwidth: found -1"),
+        ({"kernel-latency": "-1 s"}, "gpuspill.simulated.kernel-latency: found '-1 s'"),
+        ({"checks": "perhaps"}, "gpuspill.simulated.checks: found 'perhaps'"),
+        ({"latenzy": 1}, "gpuspill.simulated.latenzy: no such option. Did you mean 'latency'?"),
+        ("1 GiB", "gpuspill.simulated: expected a mapping of options, found '1 GiB'"),
+    ],
+)
+def test_the_options_of_the_simulated_device_are_checked_too(configured, message):
+    with dask.config.set({"gpuspill": {"simulated": configured}}), pytest.raises(ConfigError, match=re.escape(message)):
+        Settings.load(prefetch=1)
+
+
+def test_good_options_of_the_simulated_device():
+    configured = {"memory": "1 GiB", "bandwidth": None, "kernel-latency": "1 ms", "latency": 0, "checks": "off"}
+    with dask.config.set({"gpuspill": {"simulated": configured}}):
+        assert Settings.load() == Settings()
+    assert simulated_options(configured) == {
+        "memory": 2**30, "bandwidth": None, "kernel_latency": 0.001, "latency": 0.0, "checks": False,
+    }  # fmt: skip
 
 
 def test_settings_do_not_change():

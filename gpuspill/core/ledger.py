@@ -46,6 +46,12 @@ class Entry:
         Bytes that its spill in flight is going to free.
     loose
         The last of them was let go, but is perhaps not gone yet.
+    need
+        Bytes that its record takes, or would have taken when it was last tried; 0 if it never got that far.
+    refusals
+        How often in a row it could not be written for a reason that may pass.
+    refused
+        The last time is now: it is left alone until it is to be tried again, whatever happens to it meanwhile.
     renewed
         The value was stored anew while it moved: the record, or what is being written, may hold what it was before.
     """
@@ -58,6 +64,9 @@ class Entry:
     unspillable: bool = False
     had_use: bool = False
     renewed: bool = False
+    need: int = 0
+    refusals: int = 0
+    refused: bool = False
     parts: tuple[int, ...] = ()
     apart_nbytes: int = 0
     owners: int = 0

@@ -108,7 +108,7 @@ class SpillState:
     moves, and it is neither unspillable nor set aside. Two kinds are set aside until :meth:`retry`:
     **held** ones and **blocked** ones, whose last spill failed for a reason that may pass (disk
     full, quota, I/O error). Setting them aside is what keeps one bad value from stopping the
-    others.
+    others. A blocked one stays so when it is used meanwhile: that makes no room on disk.
     """
 
     def __init__(
@@ -132,6 +132,9 @@ class SpillState:
         self._blocked: dict[int, None] = {}
         self._clean: dict[int, None] = {}  # in memory with a record, which could be reclaimed
         self._redundant_nbytes = 0  # bytes of these records
+        self._freed = 0  # bytes of records that went since values are blocked, and for which none was tried again
+        #: How often records went and left room on disk.
+        self.relieved = 0
         self._spilling = 0
         self._loose = 0
         self._effects = Effects()
@@ -372,6 +375,7 @@ class SpillState:
         Records of values that are in memory as well are redundant and are given up first, if that is enough.
         """
         entry = self._spilling_entry(pid)
+        entry.need = nbytes
         more = nbytes - entry.disk_nbytes
         if self.disk.limit is not None and self.disk.used - self._redundant_nbytes + more > self.disk.limit:
             return False
@@ -404,6 +408,7 @@ class SpillState:
         entry.residency.complete()
         self.counters.spills += 1
         self.counters.spilled_nbytes += entry.nbytes
+        refusals, entry.refusals = entry.refusals, 0
         if not entry.keys and not entry.residency.pins:
             self._release_if_unused(entry)
         elif entry.renewed:
@@ -414,9 +419,9 @@ class SpillState:
         else:
             self._keep_record(entry)
             if self.disk.limit is not None and self.disk.used - self._redundant_nbytes + disk_nbytes > self.disk.limit:
+                entry.need, entry.refused, entry.refusals = disk_nbytes, True, refusals + 1
                 self._delete_record(entry)
-                if self._eligible(entry):
-                    self._blocked[pid] = None
+                self._classify(entry)
             else:
                 self._classify(entry)
                 if wanted and pid in self.queue and not self._set_aside_if_held(pid):
@@ -447,10 +452,13 @@ class SpillState:
         if forever:
             entry.unspillable = True
             self.unspillable += 1
+        else:
+            entry.refused = True
+            entry.refusals += 1
         if not entry.keys and not entry.residency.pins:
             self._release_if_unused(entry)
-        elif not forever and self._eligible(entry):
-            self._blocked[pid] = None  # if it was pinned meanwhile, it enters the order with the last unpin
+        else:
+            self._classify(entry)
         self._balance()
 
     def correct_size(self, pid: int, nbytes: int) -> None:
@@ -485,16 +493,36 @@ class SpillState:
             How many of each kind at most, longest set aside first, so that a call stays short with
             any number of values.
         """
-        for aside in (self._held, self._blocked):
-            for pid in list(itertools.islice(aside, count)):
-                del aside[pid]
-                self._classify(self.ledger.entries[pid])
+        self.retry_held(count)
+        self.retry_blocked(count)
+
+    def retry_held(self, count: int = 1000) -> None:
+        """As :meth:`retry`, but only what somebody held."""
+        for pid in list(itertools.islice(self._held, count)):
+            del self._held[pid]
+            self._classify(self.ledger.entries[pid])
         self._balance()
+
+    def retry_blocked(self, count: int = 1000) -> None:
+        """As :meth:`retry`, but only what could not be written."""
+        for pid in list(itertools.islice(self._blocked, count)):
+            self._unblock(pid)
+        self._balance()
+
+    @property
+    def held(self) -> int:
+        """Number of values that :meth:`retry_held` would consider again."""
+        return len(self._held)
+
+    @property
+    def blocked(self) -> int:
+        """Number of values that :meth:`retry_blocked` would consider again."""
+        return len(self._blocked)
 
     @property
     def set_aside(self) -> int:
         """Number of values that :meth:`retry` would consider again."""
-        return len(self._held) + len(self._blocked)
+        return self.held + self.blocked
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -699,6 +727,8 @@ class SpillState:
                 assert self.ledger.entries[part].residency.resident, f"{entry} has a part that is not there"
             listed = [pid in self.queue, pid in self._held, pid in self._blocked]
             assert sum(listed) == int(self._eligible(entry)), (entry, listed)
+            assert pid not in self.queue or not entry.refused, entry
+            assert not entry.refused or not residency.has(Tier.DISK), entry
             assert (pid in self._clean) == (residency.resident and residency.has(Tier.DISK)), entry
             if residency.pins and self._charged(entry):
                 pinned += entry.nbytes
@@ -759,6 +789,9 @@ class SpillState:
             self._unlist(pid)
             return
         if pid in self._held or pid in self._blocked:
+            return
+        if entry.refused:
+            self._blocked[pid] = None
             return
         order = self._next_use(entry)
         if order is not None:
@@ -890,7 +923,7 @@ class SpillState:
             freed, entry.disk_nbytes = entry.disk_nbytes, 0
             self.disk.used -= freed
             self._effects.deleted.append(entry.pid)
-            self._unblock(freed)
+            self._relieve(freed)
         self.unspillable -= entry.unspillable
         self.away -= not residency.resident
         self._let_go_of_parts(entry)
@@ -904,17 +937,29 @@ class SpillState:
         residency = entry.residency
         return bool(entry.keys or residency.pins or residency.moving or entry.owners or entry.loose)
 
-    def _unblock(self, nbytes: int) -> None:
+    def _relieve(self, nbytes: int) -> None:
         """The disk has room for `nbytes` more: what failed for lack of it, and may fit now, is tried again.
 
-        Only so many, longest set aside first: trying one means to serialise it.
+        Only so many, longest set aside first, and only for so many bytes as became free: trying one means to serialise
+        it, and perhaps to write most of it in vain.
         """
-        while self._blocked and nbytes > 0:
+        self.relieved += 1
+        self._freed += nbytes
+        while self._blocked:
             pid = next(iter(self._blocked))
-            del self._blocked[pid]
             entry = self.ledger.entries[pid]
-            self._classify(entry)
-            nbytes -= max(1, entry.nbytes)
+            need = max(1, entry.need or entry.nbytes)
+            if need > self._freed:
+                return
+            self._freed -= need
+            self._unblock(pid)
+        self._freed = 0
+
+    def _unblock(self, pid: int) -> None:
+        entry = self.ledger.entries[pid]
+        del self._blocked[pid]
+        entry.refused = False
+        self._classify(entry)
 
     @staticmethod
     def _charged(entry: Entry) -> bool:

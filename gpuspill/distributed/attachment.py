@@ -24,7 +24,7 @@ from gpuspill.distributed import internals
 from gpuspill.distributed.dask_cuda import adopted_options
 from gpuspill.distributed.devices import device_limit
 from gpuspill.distributed.effective import announce_settings
-from gpuspill.distributed.factory import build_store
+from gpuspill.distributed.factory import build_store, check_compression
 from gpuspill.distributed.hints import Hints
 from gpuspill.distributed.jobs import Job, OutputSizes
 from gpuspill.distributed.mapping import SpillStore
@@ -123,7 +123,11 @@ class Attachment:
         self.hints.depth = settings.prefetch
         limit = self.thresholds.limit
         self._at_ease_below = float("inf") if limit is None else limit // 2
-        self.store.manager.set_limit(limit, internals.max_spill(self._worker, settings))
+        self.store.manager.set_limit(
+            limit,
+            internals.max_spill(self._worker, settings),
+            disk_limit_from=f"{'distributed.worker.memory' if settings.max_spill == 'auto' else 'gpuspill'}.max-spill",
+        )
         tier = self.store.tier
         if tier is not None:
             tier.manager.set_limit(device_limit(settings, tier.device), None)
@@ -266,6 +270,8 @@ def attach(worker: Any, **options: object) -> SpillStore:
     ------
     ConfigError
         An option cannot be used, or the worker's data is of a kind that cannot be taken over. Nothing was changed.
+    StorageError
+        The spill directory cannot be used. Nothing was changed.
 
     Notes
     -----
@@ -372,13 +378,13 @@ def data(**options: object) -> tuple[Callable[..., SpillStore], dict[str, Any]]:
     Raises
     ------
     ConfigError
-        An option cannot be used.
+        An option cannot be used, or no worker can know what ``distributed.worker.memory.spill-compression`` names.
 
     Examples
     --------
     >>> cluster = LocalCluster(memory_limit="4 GiB", data=gpuspill.data(host_limit="1 GiB"))  # doctest: +SKIP
     """
-    Settings.load(**options)
+    check_compression(Settings.load(**options))
     return create, {"options": options}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from gpuspill.config import Settings
 from gpuspill.distributed import internals
 from gpuspill.distributed.devices import device_limit
 from gpuspill.distributed.metrics import ask_workers
+from gpuspill.errors import ConfigError, GpuspillError
 from gpuspill.legacy import answer_once, answers
 from gpuspill.origins import configured_files, origins
 
@@ -64,7 +66,7 @@ def announce_settings(worker: Any) -> None:
         f"  {name.replace('_', '-'):22} {text(name, row['in_force']):24} {row['origin']}"
         for name, row in in_force(worker).items()
     ]
-    logger.info("gpuspill is attached to worker %s. Settings in force:\n%s", worker.name, "\n".join(lines))
+    logger.info("gpuspill is attached to %s. Settings in force:\n%s", internals.called(worker), "\n".join(lines))
     for answer in answers():
         answer_once(answer)
 
@@ -90,7 +92,7 @@ def settings(client: Any) -> Any:
         A row for each worker and option (both are in the index), with the columns ``value`` (as given),
         ``in_force`` (what it comes to on this worker: bytes, a path, a name) and ``origin`` (``"default"``,
         ``"keyword"``, ``"configuration"`` or the name of an environment variable). Workers without gpuspill have no
-        rows. From an asynchronous client: an awaitable of it.
+        rows; if that is all of them, a warning is logged, once. From an asynchronous client: an awaitable of it.
     """
     return ask_workers(client, settings_of_worker, _frame)
 
@@ -122,30 +124,63 @@ def of_cluster(scheduler: str) -> list[tuple[str, Rows]]:
     scheduler
         Address, or path of a scheduler file.
 
+    Returns
+    -------
+    list
+        Headings and settings. Where workers under one heading have directories of their own, these stand in lines in
+        the order of the workers. No settings for those without gpuspill.
+
     Raises
     ------
-    OSError
+    ConfigError
+        `scheduler` is neither an address nor the path of a scheduler file.
+    GpuspillError
         There is no scheduler.
     """
-    with Client(scheduler_file=scheduler) if os.path.exists(scheduler) else Client(scheduler) as client:  # type: ignore[no-untyped-call]
+    with _connect(scheduler) as client:
         answers = client.run(settings_of_worker)
-    groups: list[tuple[list[str], Rows | None]] = []
+    groups: list[dict[str, Rows]] = []
+    without = []
     for address, rows in answers.items():
-        same = next((addresses for addresses, known in groups if _alike(known, rows)), None)
+        if rows is None:
+            without.append(address)
+            continue
+        same = next((group for group in groups if _common(next(iter(group.values()))) == _common(rows)), None)
         if same is None:
-            groups.append(([address], rows))
+            groups.append({address: rows})
         else:
-            same.append(address)
-    return [(f"{', '.join(addresses)}{'' if rows else ': without gpuspill'}", rows or {}) for addresses, rows in groups]
+            same[address] = rows
+    shown = [(", ".join(group), _merged(list(group.values()))) for group in groups]
+    return [*shown, (f"{', '.join(without)}: without gpuspill", {})] if without else shown
 
 
-def _alike(one: Rows | None, other: Rows | None) -> bool:
-    """Whether two workers have the same settings, apart from their own directories."""
+def _connect(scheduler: str) -> Client:
+    if os.path.exists(scheduler):
+        try:
+            with open(scheduler) as file:
+                scheduler = json.load(file)["address"]
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise ConfigError(f"{scheduler}: no scheduler file: {type(error).__name__}: {error}") from error
+    elif "://" not in scheduler and not scheduler.rpartition(":")[2].isdigit():
+        raise ConfigError(
+            f"{scheduler}: no such file, and no address such as tcp://host:8786. Name a file that "
+            "client.write_scheduler_file() or dask scheduler --scheduler-file wrote, or where the scheduler listens"
+        )
+    try:
+        return Client(scheduler)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise GpuspillError(f"{scheduler}: cannot connect to a scheduler there: {error}") from error
 
-    def common(rows: Rows | None) -> Rows | None:
-        return rows and {**rows, "spill_directory": {**rows["spill_directory"], "in_force": None}}
 
-    return common(one) == common(other)
+def _common(rows: Rows) -> Rows:
+    """Return the settings of a worker without its own directory, which no other has."""
+    return {**rows, "spill_directory": {**rows["spill_directory"], "in_force": None}}
+
+
+def _merged(alike: list[Rows]) -> Rows:
+    directories = list(dict.fromkeys(str(rows["spill_directory"]["in_force"]) for rows in alike))
+    rows = alike[0]
+    return {**rows, "spill_directory": {**rows["spill_directory"], "in_force": "\n".join(directories)}}
 
 
 def _frame(answers: dict[str, Rows | None]) -> Any:

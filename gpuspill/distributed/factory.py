@@ -8,7 +8,7 @@ import dask.config
 from distributed.protocol.compression import compressions
 
 from gpuspill.buffers import BufferPool
-from gpuspill.config import Settings
+from gpuspill.config import CODECS, Settings
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.distributed.adopt import AdoptingStore
 from gpuspill.distributed.devices import device_limit, find_device
@@ -16,6 +16,7 @@ from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.serialization import DaskSerializer, DeviceFamilies
 from gpuspill.distributed.sizes import measure
+from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
 from gpuspill.storage.base import Store
 from gpuspill.storage.codecs import CodecChooser
@@ -23,7 +24,12 @@ from gpuspill.storage.files import FileStore
 from gpuspill.storage.wrappers import DelayedStore
 from gpuspill.tier import DeviceTier
 
-__all__ = ["build_store"]
+__all__ = ["build_store", "check_compression"]
+
+#: Where records go if nothing else is said, for messages.
+LOCAL_DIRECTORY = (
+    "the worker's local directory (--local-directory, temporary-directory; or set gpuspill.spill-directory)"
+)
 
 
 def build_store(settings: Settings, directory: str, *, name: str = "0") -> SpillStore:
@@ -47,9 +53,11 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     """
     device = find_device(settings)
     metrics = Metrics()
+    compression, setting = _compression(settings)
     files: Store = FileStore(
         settings.spill_directory or directory,
-        codecs=CodecChooser(_compression(settings), compressions),
+        named="gpuspill.spill-directory" if settings.spill_directory else LOCAL_DIRECTORY,
+        codecs=CodecChooser(compression, compressions, named=setting),
         metrics=metrics,
         sweep=False,  # takes as long as there are leftovers; attaching does it in the background
     )
@@ -91,7 +99,18 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     return SpillStore(manager, metrics, settings=settings, pool=pool, records=records, tier=tier)
 
 
-def _compression(settings: Settings) -> Any:
+def check_compression(settings: Settings) -> None:
+    """Raise ConfigError if what distributed says of compression, where that counts, can mean nothing on any worker."""
+    value, setting = _compression(settings)
+    if value not in (None, False, "auto") and value not in CODECS and value not in compressions:
+        raise ConfigError(
+            f"{setting}: expected None, 'auto', or one of {', '.join(map(repr, CODECS))}; found {value!r}"
+        )
+
+
+def _compression(settings: Settings) -> tuple[Any, str]:
+    """Return which compression is wanted, and the setting that says so."""
     if settings.compression == "auto":
-        return dask.config.get("distributed.worker.memory.spill-compression")
-    return settings.compression
+        setting = "distributed.worker.memory.spill-compression"
+        return dask.config.get(setting), setting
+    return settings.compression, "gpuspill.compression"

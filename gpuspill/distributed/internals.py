@@ -230,6 +230,15 @@ def process_memory(worker: Any) -> int:
 # -- attaching -----------------------------------------------------------------------------------
 
 
+def called(worker: Any) -> str:
+    """Return what a worker is to be called in messages: by its address, which it has once it listens, else its name."""
+    try:
+        name = worker.address
+    except ValueError:
+        name = worker.name
+    return "this worker" if name is None else f"worker {name}"
+
+
 def find_worker(store: object) -> Any | None:
     """Return the worker of this process whose data `store` is."""
     for worker in list(distributed.Worker._instances):

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import context_meter
 
+from gpuspill.legacy import answer_once
+
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
 
@@ -92,20 +94,33 @@ def statistics(client: Any) -> Any:
     -------
     pandas.DataFrame
         A row a worker (the index holds the addresses), a column for each attribute of
-        :class:`~gpuspill.snapshot.Statistics`. Workers without gpuspill have no row. From an asynchronous
-        client: an awaitable of it.
+        :class:`~gpuspill.snapshot.Statistics`. Workers without gpuspill have no row; if that is all of them, a warning
+        is logged, once. From an asynchronous client: an awaitable of it.
     """
     return ask_workers(client, _statistics_of_worker, _frame)
 
 
 def ask_workers(client: Any, question: Callable[[Any], Any], combine: Callable[[dict[str, Any]], Any]) -> Any:
-    """Run `question` on every worker and return what `combine` makes of the answers; awaitable if the client is."""
+    """Run `question` on every worker and return what `combine` makes of the answers; awaitable if the client is.
+
+    An answer of None says that the worker has no gpuspill. If none has, whoever asks is told how to come by it.
+    """
+
+    def finish(found: dict[str, Any]) -> Any:
+        if found and all(answer is None for answer in found.values()):
+            answer_once(
+                f"no worker of the cluster at {client.scheduler.address} has gpuspill attached, so there is nothing to "
+                "tell. client.register_plugin(gpuspill.SpillPlugin()) attaches it to those that run; workers that are "
+                "started with data=gpuspill.data() or --preload gpuspill have it from the beginning"
+            )
+        return combine(found)
+
     answers = client.run(question)
     if isinstance(answers, dict):
-        return combine(answers)
+        return finish(answers)
 
     async def later() -> Any:
-        return combine(await answers)
+        return finish(await answers)
 
     return later()
 

@@ -38,11 +38,14 @@ def proxify(value: Any) -> Parked:
 
     Notes
     -----
-    In a task, and in any thread of a process with one worker that has gpuspill. Elsewhere the handle just keeps the
-    value.
+    In a task the store is that of the worker that runs it; elsewhere, in a thread that a task started for instance,
+    that of the one running worker of this process that has gpuspill. If there is none (in a client's process, in a task
+    of a worker without gpuspill), or if there are several, the handle just keeps the value in memory, and gives it as
+    any other does.
 
     Blocks while there is more in memory than may be and something can still leave, so that a task may park more than
-    fits; not on the event loop, and not if the setting ``gpuspill.admission`` is off.
+    fits; not on the event loop, not where the handle just keeps the value, and not if the setting
+    ``gpuspill.admission`` is off.
     """
     if isinstance(value, Parked):
         return value

@@ -17,57 +17,20 @@ setting                               default meaning
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
 import dask.config
-from dask.utils import parse_bytes, parse_timedelta
 
+from gpuspill.config import simulated_options
 from gpuspill.device.simulated import SimulatedDevice
 from gpuspill.errors import ConfigError
 
 __all__ = ["configure", "device", "use"]
 
 _current: ContextVar[SimulatedDevice | None] = ContextVar("gpuspill-simulated-device", default=None)
-
-
-def _bandwidth(value: Any) -> float | None:
-    return None if value in (None, False, "", "none", "None") else float(parse_bytes(value))
-
-
-def _seconds(value: Any) -> float:
-    return float(parse_timedelta(value) or 0.0)
-
-
-def _switch(value: Any) -> bool:
-    found = str(value).lower()
-    if found not in ("1", "true", "yes", "on", "0", "false", "no", "off", "none"):
-        raise ValueError("expected true or false")
-    return found in ("1", "true", "yes", "on")
-
-
-_PARSERS: Final[Mapping[str, Any]] = {
-    "memory": parse_bytes,
-    "bandwidth": _bandwidth,
-    "latency": _seconds,
-    "kernel_latency": _seconds,
-    "checks": _switch,
-}
-
-
-def _parse(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    parsed = {}
-    for name, value in options.items():
-        known = name.replace("-", "_")
-        if known not in _PARSERS:
-            raise ConfigError(f"{where}{name}: no such option. There are: {', '.join(sorted(_PARSERS))}.")
-        try:
-            parsed[known] = _PARSERS[known](value)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ConfigError(f"{where}{name}: found {value!r}, which cannot be used: {error}") from None
-    return parsed
 
 
 class _Default:
@@ -80,11 +43,9 @@ class _Default:
     def get(self) -> SimulatedDevice:
         with self._lock:
             if self._device is None:
-                options = dask.config.get("gpuspill.simulated", None) or {}
-                if not isinstance(options, Mapping):
-                    raise ConfigError(f"gpuspill.simulated: expected a mapping of options, found {options!r}")
+                options = simulated_options(dask.config.get("gpuspill.simulated", None))
                 try:
-                    self._device = SimulatedDevice(**_parse(options, "gpuspill.simulated."))
+                    self._device = SimulatedDevice(**options)
                 except ValueError as error:
                     raise ConfigError(f"gpuspill.simulated: {error}") from None
             return self._device
@@ -132,7 +93,7 @@ def configure(**options: Any) -> SimulatedDevice:
     """
     changed = device()
     try:
-        changed.configure(**_parse(options, ""))
+        changed.configure(**simulated_options(options, ""))
     except ConfigError:
         raise
     except ValueError as error:

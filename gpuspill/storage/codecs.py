@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from gpuspill.config import CODECS
 from gpuspill.errors import ConfigError
 from gpuspill.storage.base import Buffer
 
@@ -200,6 +201,8 @@ class CodecChooser:
         once the quota is nearly used up.
     registry
         Codecs by name. Keys that are not names (distributed has None, False and "auto" in its registry) are ignored.
+    named
+        Where `setting` comes from, for messages.
     min_nbytes
         Frames smaller than this are stored as they are.
     sample_nbytes, n_samples
@@ -215,7 +218,7 @@ class CodecChooser:
     Raises
     ------
     ConfigError
-        `setting` is not among the above.
+        `setting` is not among the above, or the library of that codec is not installed.
 
     Notes
     -----
@@ -230,6 +233,7 @@ class CodecChooser:
         setting: str | bool | None = None,
         registry: Mapping[Any, CodecLike] | None = None,
         *,
+        named: str = "setting",
         min_nbytes: int = 10_000,
         sample_nbytes: int = 10_000,
         n_samples: int = 5,
@@ -251,10 +255,14 @@ class CodecChooser:
         elif isinstance(self.setting, str) and self.setting in self._codecs:
             names = [self.setting]
         else:
-            raise ConfigError(
-                f"distributed.worker.memory.spill-compression is {setting!r}; it can be None, "
-                f"'auto', or one of {sorted(self._codecs)} (those whose library is installed)"
+            package = CODECS.get(self.setting) if isinstance(self.setting, str) else None
+            found = (
+                f"found {setting!r}, which needs the package {package}: it is not installed here, or too old. Install "
+                "it or choose"
+                if package
+                else f"found {setting!r}, expected"
             )
+            raise ConfigError(f"{named}: {found} {', '.join(map(repr, sorted(self._codecs)))}, 'auto' or None")
         self._candidates = [self._codecs[name] for name in names]
         self._min_nbytes = min_nbytes
         self._sample_nbytes = sample_nbytes

@@ -45,6 +45,8 @@ class PrivateDirectory:
     ----------
     parent
         Where to make it; made too if it is missing.
+    named
+        Where `parent` comes from, for messages.
 
     Attributes
     ----------
@@ -63,18 +65,18 @@ class PrivateDirectory:
     Not thread-safe: the owner sees to it that nothing uses `fd` once it calls :meth:`remove`.
     """
 
-    def __init__(self, parent: str | os.PathLike[str]) -> None:
+    def __init__(self, parent: str | os.PathLike[str], named: str = "directory") -> None:
         parent = os.path.abspath(parent)
         try:
             os.makedirs(parent, exist_ok=True)
             self._parent_fd = os.open(parent, _OPEN_DIRECTORY)
         except OSError as exc:
-            raise StorageError(exc.errno, f"cannot use {parent} for spilling: {exc}") from exc
+            raise _unusable(exc, parent, named) from exc
         try:
             self._name, self.fd, self._lock_fd = _create(self._parent_fd)
         except OSError as exc:
             os.close(self._parent_fd)
-            raise StorageError(exc.errno, f"cannot make a directory for spilling in {parent}: {exc}") from exc
+            raise _unusable(exc, parent, named) from exc
         self.path = os.path.join(parent, self._name)
         self._pid = os.getpid()
         self._removed = False
@@ -137,6 +139,18 @@ def sweep_leftovers(parent: str | os.PathLike[str]) -> int:
     if swept:
         logger.info("Removed %d directories that dead processes left in %s", swept, parent)
     return swept
+
+
+def _unusable(error: OSError, parent: str, named: str) -> StorageError:
+    # A part of the path may be to blame. Names relative to an open directory say nothing to anybody.
+    found, culprit = error.strerror or str(error), error.filename
+    if isinstance(culprit, str) and os.path.isabs(culprit) and culprit != parent:
+        found = f"{found}: {culprit}"
+    return StorageError(
+        error.errno,
+        f"{named}: cannot use {parent} for spilling ({found}). Name a directory that is there, or can be made, and in "
+        "which this user may write",
+    )
 
 
 def _create(parent_fd: int) -> tuple[str, int, int | None]:

@@ -55,6 +55,8 @@ class FileStore(Store):
     ----------
     directory
         Where to make the private directory; made too if it is missing.
+    named
+        Where `directory` comes from, for messages.
     quota
         Most bytes on disk (lengths of files, writes in progress included); None for no limit.
     codecs
@@ -89,6 +91,7 @@ class FileStore(Store):
         self,
         directory: str | os.PathLike[str],
         *,
+        named: str = "directory",
         quota: int | None = None,
         codecs: CodecChooser | None = None,
         metrics: Metrics | None = None,
@@ -97,6 +100,7 @@ class FileStore(Store):
     ) -> None:
         if sweep:
             sweep_leftovers(directory)
+        self._named = named
         self._quota = Quota(quota, where=os.fspath(directory))
         self._codecs = CodecChooser() if codecs is None else codecs
         self._metrics = metrics
@@ -109,7 +113,7 @@ class FileStore(Store):
         self._closed = False
         self._counts = Counters()
         self._logged: set[str] = set()
-        self._directory = PrivateDirectory(directory)
+        self._directory = PrivateDirectory(directory, named)
         self.path = self._directory.path
         self._finalizer = weakref.finalize(self, self._directory.remove)
 
@@ -220,9 +224,8 @@ class FileStore(Store):
         return StorageFull(
             exc.errno,
             f"no room for a record in {self.path} ({exc.strerror}): {used:,} bytes in use by this "
-            f"store, {free} free on its file system. Free space there, put the worker's local "
-            "directory (--local-directory, temporary-directory) on a larger disk, or limit what "
-            "is spilled (distributed.worker.memory.max-spill). The value stays in memory",
+            f"store, {free} free on its file system. Free space there, or choose a directory on a "
+            f"larger disk ({self._named}). The value stays in memory",
         )
 
     # -- reading ---------------------------------------------------------------------------------

@@ -82,8 +82,7 @@ class Quota:
             raise QuotaExceeded(
                 f"{nbytes:,} more bytes do not fit in the disk quota of {limit:,} bytes for "
                 f"{self._where}: {used:,} in use, {reserved:,} reserved by writes in progress. "
-                "Release data, add workers, or raise the quota "
-                "(distributed.worker.memory.max-spill)"
+                "Release data, add workers, or raise the quota"
             )
 
     def _commit(self, nbytes: int) -> None:

@@ -123,7 +123,6 @@ class Oracle(Model):
         """See :meth:`SpillState.pin`."""
         self.state.pin(pid)
         self.values[pid].pins += 1
-        self.values[pid].barred = False
         self._judge()
 
     def unpin(self, pid: int) -> None:
@@ -209,7 +208,7 @@ class Oracle(Model):
         value.move, value.record, value.renewed = "", 0, False
         value.unspillable = forever
         self.counts["spill_failures"] += 1
-        value.blocked = value.barred = not forever and not value.pins  # the last unpin makes it a candidate
+        value.blocked = value.barred = not forever
         self._judge()
 
     def correct_size(self, pid: int, nbytes: int) -> None:
@@ -226,7 +225,8 @@ class Oracle(Model):
 
     def _excuse_nobody(self) -> None:
         for pid, value in self.values.items():
-            value.blocked = value.barred = False
+            if not value.pins:  # one in use that failed is to be left alone until a retry that finds it unused
+                value.blocked = value.barred = False
             value.suspect = pid in self.held
 
     # -- restoring -----------------------------------------------------------------------------------

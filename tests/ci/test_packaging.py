@@ -84,6 +84,13 @@ def test_every_number_that_the_page_on_migrating_names_exists() -> None:
     assert named <= {field.name for field in fields(Statistics)}
 
 
+def test_every_number_that_the_first_page_names_exists() -> None:
+    table = (ROOT / "README.md").read_text().partition("| question | columns |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`([a-z_]+)`", table))
+    assert len(named) >= 15
+    assert named <= {field.name for field in fields(Statistics)}
+
+
 def test_every_file_that_contributing_names_exists() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     paths = set(re.findall(r"`((?:ci|conda|docs|gpuspill|tests|\.ci)/[\w./-]*)`", text))

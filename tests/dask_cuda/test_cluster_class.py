@@ -63,6 +63,15 @@ def test_it_is_dask_cudas_class_and_gpuspills():
         assert cluster.asked_for == 1
 
 
+def test_an_unknown_keyword_is_an_error_at_once_and_those_of_dask_cuda_are_known():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'rmm_pool_sze'\. Did you mean .*'rmm_pool_size'"):
+        start(CUDA_VISIBLE_DEVICES="0", device_memory_limit="1 GB", rmm_pool_sze=1)
+    with start(
+        CUDA_VISIBLE_DEVICES="0", device_memory_limit="1 GB", rmm_async=True, resources={"x": 1}, lifetime="1 h"
+    ) as cluster:
+        assert options_of(cluster)[1]["lifetime"] == "1 h"
+
+
 @pytest.mark.parametrize(
     ("limit", "option"), [("1 GB", "1 GB"), (10**9, 10**9), ("0", "0"), (0, 0), (None, None)], ids=repr
 )

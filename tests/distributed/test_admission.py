@@ -178,13 +178,13 @@ async def test_unspillable_values_stop_nobody(c, s, a):
 
 
 class SlowToWrite:
-    """Takes longer to serialise than the store waits before it tries again what failed."""
+    """Takes longer to serialise than the store waits before it tries again what failed for the first time."""
 
     def __init__(self):
         self.data = bytes(300_000)
 
     def __reduce__(self):
-        time.sleep(0.05)
+        time.sleep(0.3)
         return SlowToWrite, (), {"data": self.data}
 
     def __sizeof__(self):

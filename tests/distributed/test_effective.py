@@ -7,12 +7,14 @@ import logging
 import dask
 import pytest
 from click.testing import CliRunner
-from distributed import Client, LocalCluster
-from distributed.utils_test import gen_cluster
+from distributed import Client, LocalCluster, Scheduler, SpecCluster, Worker
+from distributed.utils_test import captured_logger, gen_cluster
 
 import gpuspill
 from gpuspill import simulated
 from gpuspill.cli import gpuspill as command
+from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.effective import announce_settings
 from gpuspill.legacy import answer_once
 
 CONFIG = {
@@ -48,10 +50,42 @@ async def test_a_client_reads_them(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
 async def test_workers_without_gpuspill_have_none(c, s, a):
-    assert len(await gpuspill.settings(c)) == 0
+    answer_once.cache_clear()
+    with captured_logger("gpuspill", logging.WARNING) as log:
+        for _ in range(2):
+            assert len(await gpuspill.settings(c)) == 0
+            assert len(await gpuspill.statistics(c)) == 0
+    (line,) = log.getvalue().splitlines()
+    assert line.startswith(f"no worker of the cluster at {s.address} has gpuspill attached")
+    assert "client.register_plugin(gpuspill.SpillPlugin())" in line
     await c.register_plugin(gpuspill.SpillPlugin(host_limit="1 GB"))
     found = await gpuspill.settings(c)
     assert tuple(found.loc[a.address, "host_limit"]) == (10**9, 10**9, "keyword")
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2)
+async def test_nothing_is_said_if_some_worker_has_it_or_there_is_none(c, s, a, b):
+    answer_once.cache_clear()
+    attach(b)
+    with captured_logger("gpuspill", logging.WARNING) as log:
+        assert list((await gpuspill.statistics(c)).index) == [b.address]
+        await a.close()
+        await b.close()
+        assert len(await gpuspill.statistics(c)) == 0
+    assert log.getvalue() == ""
+
+
+@gen_cluster(nthreads=[])
+async def test_a_worker_is_called_by_its_address_or_its_name(s):
+    for name in ("alice", None):
+        with captured_logger("distributed.worker", logging.INFO) as log:
+            worker = Worker(s.address, name=name)
+            attach(worker)
+        assert f"gpuspill is attached to {'worker alice' if name else 'this worker'}. Settings" in log.getvalue()
+        async with worker:
+            with captured_logger("distributed.worker", logging.INFO) as log:
+                announce_settings(worker)
+            assert f"gpuspill is attached to worker {worker.address}. Settings" in log.getvalue()
 
 
 def test_each_worker_logs_them_once_and_answers_old_settings(caplog):
@@ -108,6 +142,69 @@ def test_the_command_line_shows_those_of_a_cluster_alike_workers_together(tmp_pa
         lines = invoke(cluster.scheduler_address)
         assert lines.count("prefetch 7 7 keyword") == 1
         assert all(any(worker.address in line for line in lines) for worker in cluster.workers.values())
+        shown = "".join(lines).replace(" ", "")
+        assert all(worker.local_directory in shown for worker in cluster.workers.values()), "each has its own"
         path = tmp_path / "scheduler.json"
         client.write_scheduler_file(str(path))
         assert invoke(str(path)).count("prefetch 7 7 keyword") == 1
+
+
+@pytest.mark.cluster
+def test_the_command_line_shows_workers_that_differ_one_after_another():
+    options = [{"prefetch": 7}, {"prefetch": 8}, None, {"prefetch": 7}]
+    spec = {
+        name: {
+            "cls": Worker,
+            "options": {
+                "nthreads": 1,
+                "host": "127.0.0.1",
+                "data": given and gpuspill.data(host_limit="1 GB", **given),
+            },
+        }
+        for name, given in enumerate(options)
+    }
+    with SpecCluster(spec, {"cls": Scheduler, "options": {"dashboard_address": ":0", "host": "127.0.0.1"}}) as cluster:
+        lines = invoke(cluster.scheduler_address)
+        addresses = [cluster.workers[name].address for name in range(4)]
+    headings = [line for line in lines if "tcp://" in line]
+    assert len(headings) == 3
+    assert sorted(("prefetch 7 7 keyword", "prefetch 8 8 keyword")) == sorted(
+        x for x in lines if x.startswith("prefet")
+    )
+    for heading in headings:
+        named = {address for address in addresses if address in heading}
+        assert named in ({addresses[0], addresses[3]}, {addresses[1]}, {addresses[2]})
+        assert ("without gpuspill" in heading) is (named == {addresses[2]})
+        if named != {addresses[2]}:
+            prefetch = next(x for x in lines[lines.index(heading) :] if x.startswith("prefetch"))
+            assert ("7 7" in prefetch) is (addresses[0] in named)
+
+
+@pytest.mark.parametrize("content", [None, "no json", "[]", "{}"])
+def test_what_is_no_scheduler_file_is_one_line(tmp_path, content):
+    path = tmp_path / "nosuchfile.json"
+    if content is not None:
+        path.write_text(content)
+    found = CliRunner().invoke(command, ["config", str(path)])
+    assert found.exit_code == 2
+    (line,) = found.output.splitlines()
+    assert line.startswith(
+        f"gpuspill: {path}: no such file, " if content is None else f"gpuspill: {path}: no scheduler"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ("nosuchfile.json", "no such file, and no address such as tcp://host:8786"),
+        ("tcq://127.0.0.1:1", "cannot connect to a scheduler there: unknown address scheme"),
+        ("127.0.0.1:1", "cannot connect to a scheduler there: "),
+    ],
+)
+@pytest.mark.leaking("descriptors", reason="a Client that finds no scheduler leaves its event loop to the collector")
+def test_no_scheduler_is_one_line(scheduler, message):
+    with dask.config.set({"distributed.comm.timeouts.connect": "100 ms"}):
+        found = CliRunner().invoke(command, ["config", scheduler])
+    assert found.exit_code == 2
+    (line,) = found.output.splitlines()
+    assert line.startswith(f"gpuspill: {scheduler}: {message}")

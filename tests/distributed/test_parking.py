@@ -5,8 +5,8 @@ import pickle
 import threading
 
 import numpy as np
-from distributed import get_worker
-from distributed.utils_test import async_poll_for
+from distributed import Worker, get_worker
+from distributed.utils_test import async_poll_for, gen_cluster
 
 import gpuspill
 from gpuspill import simulated
@@ -165,6 +165,30 @@ async def test_each_worker_has_its_own(c, s, a, b):
 
     for worker in (a, b):
         assert await c.submit(task, worker.address, workers=[worker.address])
+
+
+@spilling(nthreads=(("127.0.0.1", 1), ("127.0.0.1", 1)))
+async def test_beside_several_workers_no_store_is_meant(c, s, a, b):
+    value = np.arange(10)
+    handle = gpuspill.proxify(value)
+    assert handle._store is None
+    assert gpuspill.unproxify({"x": handle})["x"] is value
+    await b.close()
+    assert gpuspill.proxify(value)._store is a.data, "the one that is left"
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+async def test_in_a_task_of_a_worker_without_gpuspill_the_handle_keeps_the_value(c, s, a):
+    def task():
+        value = np.arange(10)
+        handle = gpuspill.proxify(value)
+        with handle as found:
+            return handle._store is None and found is value
+
+    # Beside one that has it, which is none of the task's business.
+    async with Worker(s.address, data=gpuspill.data()) as other:
+        assert await c.submit(task, workers=[a.address], pure=False)
+        assert not await c.submit(task, workers=[other.address], pure=False)
 
 
 @on_device()

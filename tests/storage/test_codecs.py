@@ -175,8 +175,20 @@ class TestCodecChooser:
 
     @pytest.mark.parametrize("setting", ["lz5", "", True, 3, "AUTO"])
     def test_unknown_setting(self, setting):
-        with pytest.raises(ConfigError, match=r"spill-compression is .*'auto', or one of \['lz4', 'zlib'\]"):
-            CodecChooser(setting, {"lz4": FakeCodec(Clock()), "zlib": zlib, None: zlib, "auto": zlib})
+        message = f"some.where: found {setting!r}, expected 'lz4', 'zlib', 'auto' or None"
+        with pytest.raises(ConfigError, match=f"^{message}$"):
+            CodecChooser(
+                setting, {"lz4": FakeCodec(Clock()), "zlib": zlib, None: zlib, "auto": zlib}, named="some.where"
+            )
+
+    def test_a_codec_whose_library_is_not_installed(self):
+        for name, package in [("snappy", "python-snappy"), ("zstd", "zstandard")]:
+            with pytest.raises(ConfigError) as caught:
+                CodecChooser(name, {"lz4": FakeCodec(Clock()), "zlib": zlib}, named="some.where")
+            assert str(caught.value) == (
+                f"some.where: found {name!r}, which needs the package {package}: it is not installed here, or too old. "
+                "Install it or choose 'lz4', 'zlib', 'auto' or None"
+            )
 
     def test_takes_distributeds_registry(self):
         compression = pytest.importorskip("distributed.protocol.compression")

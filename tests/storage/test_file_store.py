@@ -78,7 +78,7 @@ class TestSizes:
             nbytes = store.write(b"header", [b"x" * 1000, b"y"]).nbytes
         with FileStore(tmp_path, quota=nbytes) as store:
             receipt = store.write(b"header", [b"x" * 1000, b"y"])
-            with pytest.raises(QuotaExceeded, match="max-spill"):
+            with pytest.raises(QuotaExceeded, match="raise the quota"):
                 store.write(b"", [])
             store.delete(receipt)
         with FileStore(tmp_path, quota=nbytes - 1) as store:
@@ -288,7 +288,7 @@ class TestFailures:
                 store.write(b"", frames)
             assert len(calls) == nth
             assert info.value.errno == number
-            for part in (store.path, f"{kept.nbytes:,} bytes in use", "free", "local-directory", "max-spill"):
+            for part in (store.path, f"{kept.nbytes:,} bytes in use", "free", "larger disk (directory)"):
                 assert part in str(info.value)
             assert files(store) == [str(kept.number)]
             stats = store.statistics()

@@ -16,7 +16,7 @@ def test_message_says_what_to_do():
     quota.reserve(200)
     with pytest.raises(QuotaExceeded) as info:
         quota.reserve(501)
-    for part in ("501", "1,000", "300", "200", "/some/place", "distributed.worker.memory.max-spill"):
+    for part in ("501", "1,000", "300", "200", "/some/place", "raise the quota"):
         assert part in str(info.value)
     quota.reserve(500)
 

@@ -69,6 +69,18 @@ class TestPrivateDirectory:
         with pytest.raises(StorageError, match=r"cannot use .*file for spilling"):
             PrivateDirectory(tmp_path / "file")
 
+    @pytest.mark.parametrize("below", ["", "/and/below"])
+    def test_the_message_says_what_is_wrong_once_and_where_the_name_comes_from(self, tmp_path, below):
+        path = tmp_path / "file"
+        path.touch()
+        with pytest.raises(StorageError) as caught:
+            PrivateDirectory(f"{path}{below}", "gpuspill.spill-directory")
+        number, found = (errno.EEXIST, "File exists") if not below else (errno.ENOTDIR, f"Not a directory: {path}/and")
+        assert str(caught.value) == (
+            f"[Errno {number}] gpuspill.spill-directory: cannot use {path}{below} for spilling ({found}). Name a "
+            "directory that is there, or can be made, and in which this user may write"
+        )
+
     def test_relative_parent(self, tmp_path, make, monkeypatch):
         monkeypatch.chdir(tmp_path)
         directory = make("here")
