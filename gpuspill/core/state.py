@@ -208,6 +208,35 @@ class SpillState:
         self._reclaim()
         return entry.pid
 
+    def reserve_below(self, nbytes: int) -> Reservation | None:
+        """A record is going to be written of a value that never is in memory. Returns None if the quota forbids it.
+
+        Ends in :meth:`settle_below` or :meth:`release_below`. Redundant records are given up first, if that is enough.
+        """
+        if self._over_quota(nbytes):
+            return None
+        self._reclaim(nbytes)
+        reservation = Reservation(Kind.TRANSFER, nbytes)
+        self.disk.grant(reservation)
+        return reservation
+
+    def settle_below(self, reservation: Reservation, key: Hashable, nbytes: int, disk_nbytes: int) -> int | None:
+        """That record is written: the value enters, as by :meth:`insert_below`.
+
+        Returns None, and nothing enters, if the record is so much larger than was reserved that it is over the quota.
+        """
+        self.disk.release(reservation)
+        if self._over_quota(disk_nbytes):
+            return None
+        pid = self.insert_below(key, nbytes, disk_nbytes)
+        self.counters.spills += 1
+        self.counters.spilled_nbytes += nbytes
+        return pid
+
+    def release_below(self, reservation: Reservation) -> None:
+        """That record was not written. Idempotent."""
+        self.disk.release(reservation)
+
     def alias(self, key: Hashable, pid: int) -> None:
         """`key` holds the value of an existing proxy too."""
         entry = self.ledger.entries[pid]
@@ -377,7 +406,7 @@ class SpillState:
         entry = self._spilling_entry(pid)
         entry.need = nbytes
         more = nbytes - entry.disk_nbytes
-        if self.disk.limit is not None and self.disk.used - self._redundant_nbytes + more > self.disk.limit:
+        if self._over_quota(more):
             return False
         self._reclaim(more)
         self.disk.used += more
@@ -418,7 +447,7 @@ class SpillState:
             self._classify(entry)
         else:
             self._keep_record(entry)
-            if self.disk.limit is not None and self.disk.used - self._redundant_nbytes + disk_nbytes > self.disk.limit:
+            if self._over_quota(disk_nbytes):
                 entry.need, entry.refused, entry.refusals = disk_nbytes, True, refusals + 1
                 self._delete_record(entry)
                 self._classify(entry)
@@ -633,19 +662,28 @@ class SpillState:
         was not tried yet. When neither is left it is granted all the same and counted as an
         overrun, so admission alone never stops a worker.
         """
+        granted = self.reserve_now(nbytes, kind)
+        if granted is not None:
+            return granted
         reservation = Reservation(kind, max(0, nbytes))
-        if self.memory.first() is None or (kind is Kind.TASK and not self.memory.tasks):
-            if not self.memory.fits(nbytes):
-                self._balance(nbytes)
-            if self.memory.fits(nbytes):
-                self.memory.grant(reservation)
-                return reservation
         self.memory.queue(reservation)
         self._grant_waiting()
         if reservation.granted:
             self._effects.granted.remove(reservation)
         else:
             self.counters.waits += 1
+        return reservation
+
+    def reserve_now(self, nbytes: int, kind: Kind) -> Reservation | None:
+        """Ask for room that is there, or where there are clean values. None if it would have to be waited for."""
+        if self.memory.first() is not None and (kind is not Kind.TASK or self.memory.tasks):
+            return None
+        if not self.memory.fits(nbytes):
+            self._balance(nbytes)
+        if not self.memory.fits(nbytes):
+            return None
+        reservation = Reservation(kind, max(0, nbytes))
+        self.memory.grant(reservation)
         return reservation
 
     def release(self, reservation: Reservation) -> None:
@@ -757,7 +795,7 @@ class SpillState:
         assert redundant == self._redundant_nbytes, (redundant, self._redundant_nbytes)
         if self.disk.limit is not None:
             # More than that only after the limit was lowered, or when records came from elsewhere.
-            assert self.disk.used <= self.disk.limit or not self._clean
+            assert self.disk.committed <= self.disk.limit or not self._clean
         first = self.memory.first()
         if first is not None:
             assert self._can_free(), "a reservation waits although nothing can make room"
@@ -886,10 +924,14 @@ class SpillState:
             del self._clean[entry.pid]
             self._redundant_nbytes -= entry.disk_nbytes
 
+    def _over_quota(self, more: int) -> bool:
+        """Whether `more` bytes do not fit on disk, even if all redundant records are given up."""
+        return self.disk.limit is not None and self.disk.committed - self._redundant_nbytes + more > self.disk.limit
+
     def _reclaim(self, more: int = 0) -> None:
         """Give up redundant records, the oldest first, until `more` bytes fit on disk."""
         limit = self.disk.limit
-        while limit is not None and self._clean and self.disk.used + more > limit:
+        while limit is not None and self._clean and self.disk.committed + more > limit:
             self._delete_record(self.ledger.entries[next(iter(self._clean))])
             self.counters.records_reclaimed += 1
 

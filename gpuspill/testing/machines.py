@@ -56,6 +56,9 @@ class SpillEvents:
     WEIGHTS: ClassVar[Mapping[str, int]] = {
         "insert": 8,
         "insert_below": 2,
+        "reserve_below": 2,
+        "settle_below": 2,
+        "release_below": 1,
         "alias": 4,
         "renew": 2,
         "remove": 4,
@@ -77,6 +80,7 @@ class SpillEvents:
         "complete_restore": 5,
         "fail_restore": 3,
         "reserve": 6,
+        "reserve_now": 3,
         "release": 4,
         "shrink": 2,
         "settle": 2,
@@ -90,6 +94,7 @@ class SpillEvents:
     def __init__(self, *, limit: int | None, disk_limit: int | None, keep_clean: bool) -> None:
         self.oracle = Oracle(limit=limit, disk_limit=disk_limit, keep_clean=keep_clean)
         self.reservations: list[Any] = []
+        self.arriving: list[Any] = []  # records in the making
 
     def do(self, event: str, choices: Choices) -> None:
         """Do one event."""
@@ -136,6 +141,27 @@ class SpillEvents:
     def insert_below(self, c: Choices) -> None:
         """A value enters that is on disk already."""
         self.oracle.insert_below(c.key, c.size, c.other)
+
+    def reserve_below(self, c: Choices) -> None:
+        """A value is going to be written that never is in memory."""
+        if (reservation := self.oracle.reserve_below(c.other)) is not None:
+            self.arriving.append(reservation)
+
+    def settle_below(self, c: Choices) -> None:
+        """It is written; its record is smaller or larger than it was said to be."""
+        if self.arriving:
+            reservation = pick(self.arriving, c.i)
+            self.arriving.remove(reservation)
+            record = max(0, reservation.nbytes + pick([0, 30, -5, 3], c.j))
+            self.oracle.settle_below(reservation, c.key, c.size, record)
+
+    def release_below(self, c: Choices) -> None:
+        """It could not be written; perhaps somebody says so twice."""
+        if self.arriving:
+            reservation = pick(self.arriving, c.i)
+            self.oracle.release_below(reservation)
+            self.oracle.release_below(reservation)
+            self.arriving.remove(reservation)
 
     def alias(self, c: Choices) -> None:
         """Store a known value under another key."""
@@ -254,6 +280,12 @@ class SpillEvents:
     def reserve(self, c: Choices) -> None:
         """Somebody is about to add bytes."""
         self.reservations.append(self.oracle.reserve(c.size, Kind.TASK if c.flag else Kind.TRANSFER))
+
+    def reserve_now(self, c: Choices) -> None:
+        """Somebody is about to add bytes, or goes elsewhere if there is no room."""
+        reservation = self.oracle.reserve_now(c.size, Kind.TASK if c.flag else Kind.TRANSFER)
+        if reservation is not None:
+            self.reservations.append(reservation)
 
     def release(self, c: Choices) -> None:
         """Somebody is done, or gives up waiting; perhaps says so twice."""

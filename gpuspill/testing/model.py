@@ -82,6 +82,7 @@ class Model:
         self.uses: dict[Hashable, dict[Hashable, Order]] = {}
         self.promises: dict[Reservation, ModelPromise] = {}
         self.waiting: list[Reservation] = []
+        self.arriving: dict[Reservation, int] = {}  # records of values that never were in memory, in the making
         self.offset = 0
         self.limit = limit
         self.disk_limit = disk_limit
@@ -111,6 +112,12 @@ class Model:
     def disk_used(self) -> int:
         """Bytes of records."""
         return sum(value.record for value in self.values.values())
+
+    @property
+    def disk_free(self) -> int | None:
+        """Bytes that another record may take, if all redundant ones are given up; None without a limit."""
+        needed = sum(value.record for value in self.values.values() if not (value.memory and value.disk))
+        return None if self.disk_limit is None else self.disk_limit - needed - sum(self.arriving.values())
 
     def needed(self) -> list[Reservation]:
         """Return those who wait and for whom room is made: all tasks, and the first of the transfers."""
@@ -289,6 +296,7 @@ class Model:
         assert state.memory.demand == self.demand()
         assert state.memory.offset == self.offset
         assert state.disk.used == self.disk_used
+        assert state.disk.reserved == sum(self.arriving.values())
         assert state.pinned_nbytes == sum(value.charged for value in values if value.pins)
         spilled = [value.nbytes for value in values if value.state is State.SPILLED]
         assert (state.spilled, state.spilled_nbytes) == (len(spilled), sum(spilled))
@@ -303,4 +311,5 @@ class Model:
             assert not self.where(lambda value: value.state is State.CLEAN), "a record was kept that nobody wants"
         if self.disk_limit is not None:
             redundant = any(value.memory and value.disk for value in values)
-            assert self.disk_used <= self.disk_limit or not redundant, "over the quota, but a record is redundant"
+            disk = self.disk_used + sum(self.arriving.values())
+            assert disk <= self.disk_limit or not redundant, "over the quota, but a record is redundant"

@@ -77,6 +77,37 @@ class Oracle(Model):
         self._judge()
         return pid
 
+    def reserve_below(self, nbytes: int) -> Reservation | None:
+        """See :meth:`SpillState.reserve_below`."""
+        before, free = self.disk_used, self.disk_free
+        reservation = self.state.reserve_below(nbytes)
+        if reservation is not None:
+            self.arriving[reservation] = nbytes
+        self._judge()
+        if reservation is None:
+            assert self.disk_used == before, "records were given up for one that is not going to be written"
+        assert (reservation is None) == (free is not None and nbytes > free), f"{nbytes} bytes, {free} free on disk"
+        return reservation
+
+    def settle_below(self, reservation: Reservation, key: Hashable, nbytes: int, record: int) -> int | None:
+        """See :meth:`SpillState.settle_below`."""
+        pid = self.state.settle_below(reservation, key, nbytes, record)
+        del self.arriving[reservation]
+        free = self.disk_free
+        if pid is not None:
+            self._enter(key, pid, ModelValue(nbytes, memory=False, disk=True, record=record))
+            self.counts["spills"] += 1
+            self.counts["spilled_nbytes"] += nbytes
+        self._judge()
+        assert (pid is None) == (free is not None and record > free), f"{record} bytes, {free} free on disk"
+        return pid
+
+    def release_below(self, reservation: Reservation) -> None:
+        """See :meth:`SpillState.release_below`."""
+        self.arriving.pop(reservation, None)
+        self.state.release_below(reservation)
+        self._judge()
+
     def _enter(self, key: Hashable, pid: int, value: ModelValue) -> None:
         assert pid not in self._seen, "the number of a proxy was used again"
         self._seen.add(pid)
@@ -180,10 +211,9 @@ class Oracle(Model):
             self.values[pid].record = nbytes
         self._judge()
         if not allowed:
-            assert self.disk_limit is not None
-            redundant = sum(v.record for v in self.values.values() if v.memory and v.disk)
+            assert self.disk_free is not None
             assert self.disk_used == before, "records were given up for one that is not going to be written"
-            assert self.disk_used - redundant + nbytes > self.disk_limit, "refused, although there is room on disk"
+            assert nbytes - self.values[pid].record > self.disk_free, "refused, although there is room on disk"
         return allowed
 
     def complete_spill(self, pid: int, nbytes: int, *, force: bool = False) -> None:
@@ -293,6 +323,23 @@ class Oracle(Model):
         self.promises[reservation] = ModelPromise(kind, nbytes)
         self.waiting.append(reservation)
         self._judge(asked=reservation)
+        return reservation
+
+    def reserve_now(self, nbytes: int, kind: Kind) -> Reservation | None:
+        """See :meth:`SpillState.reserve_now`."""
+        ahead = [other for other in self.waiting if other.kind <= kind]
+        reservation = self.state.reserve_now(nbytes, kind)
+        if reservation is not None:
+            assert not ahead, f"{ahead} came first"
+            assert reservation.granted
+            assert not reservation.overrun, "nobody would have to wait, and it does not fit"
+            self.promises[reservation] = ModelPromise(kind, nbytes)
+            self.waiting.append(reservation)
+            self._judge(asked=reservation)
+        else:
+            self._judge(more=nbytes)
+            committed = self.used + self.reserved + self.offset
+            assert ahead or (self.limit is not None and committed + nbytes > self.limit), "refused, but there is room"
         return reservation
 
     def release(self, reservation: Reservation) -> None:
