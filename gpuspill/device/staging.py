@@ -2,7 +2,8 @@
 
 They go in pieces, so that others come in between; by way of pinned memory if the device's plan says so. Then a thread
 moves bytes between pinned and ordinary memory while the device moves the next ones: two buffers for each copy under
-way, and two copies under way in each direction.
+way, and two copies under way in each direction. What goes on to somewhere else (to disk) goes there from two such
+buffers, and is never in host memory as a whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from gpuspill.device.base import Allocation, CopyPlan, Device, DeviceError, Event, PinnedBuffer, Stream, StreamKind
+from gpuspill.device.base import Allocation, CopyPlan, Device, DeviceError, Event, PinnedBuffer, Stream
 from gpuspill.device.host import HostArray, as_bytes
 
 __all__ = ["Copier", "probe"]
@@ -24,6 +25,9 @@ __all__ = ["Copier", "probe"]
 #: Pinned buffers of one copy, and copies of each direction that have some at the same time.
 _BUFFERS: Final = 2
 _LANES: Final = 2
+
+#: Most bytes of a piece that goes on to a disk: that gains nothing from larger ones.
+_ONWARD: Final = 8 * 2**20
 
 #: What is tried, and how much is copied to try it.
 _CHUNKS: Final = (2**20, 2 * 2**20, 4 * 2**20, 8 * 2**20, 16 * 2**20)
@@ -42,14 +46,15 @@ class Copier:
 
     Notes
     -----
-    Thread-safe; no lock is held during a copy. Both methods block until everything is done, also if they raise: neither
+    Thread-safe; no lock is held during a copy. The methods block until everything is done, also if they raise: neither
     end is in use any more. They do not hold the interpreter's lock while bytes move.
     """
 
     def __init__(self, device: Device, plan: CopyPlan | None = None) -> None:
         self._device = device
         self._plan = plan
-        self._lanes = {kind: _Lanes(device) for kind in ("to_host", "to_device")}
+        # What waits for a disk has lanes of its own: copies to memory must not wait for it.
+        self._lanes = {kind: _Lanes(device) for kind in ("to_host", "to_device", "onward")}
 
     def to_host(self, allocation: Allocation, buffer: memoryview) -> None:
         """Copy an allocation, whose producer was observed, into a buffer of its size.
@@ -62,10 +67,47 @@ class Copier:
         host = as_bytes(buffer, writable=True)
         device, stream = self._device, self._device.stream("to_host")
 
-        def enqueue(part: HostArray, start: int, staging: HostArray | None) -> Event:
-            return device.copy_to_host(allocation, part if staging is None else staging, stream, offset=start)
+        def enqueue(start: int, stop: int, staging: HostArray | None) -> Event:
+            return device.copy_to_host(
+                allocation, host[start:stop] if staging is None else staging, stream, offset=start
+            )
 
-        self._copy("to_host", host, enqueue, after=np.copyto)
+        def after(start: int, staging: HostArray) -> None:
+            np.copyto(host[start : start + staging.nbytes], staging)
+
+        plan = self._plan or device.plan()
+        with self._lanes["to_host"].lend(plan if host.nbytes else CopyPlan()) as buffers:
+            _copy(host.nbytes, plan.chunk_nbytes, buffers, enqueue, after)
+
+    def onward(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
+        """Copy an allocation, whose producer was observed, in pieces that `sink` is called with, in order.
+
+        While it has one, the next one is copied. It may keep a piece no longer than the call lasts; what it raises ends
+        the copy and is passed on.
+
+        Raises
+        ------
+        DeviceError
+            A copy failed.
+        MemoryError
+            There is no memory for the pieces.
+        """
+        device, stream = self._device, self._device.stream("to_host")
+
+        def enqueue(start: int, stop: int, staging: HostArray | None) -> Event:
+            assert staging is not None
+            return device.copy_to_host(allocation, staging, stream, offset=start)
+
+        def after(start: int, staging: HostArray) -> None:
+            sink(staging.data)
+
+        nbytes = allocation.nbytes
+        chunk = min(_ONWARD, (self._plan or device.plan()).chunk_nbytes)
+        # Pinned even if copies to ordinary memory are as fast: copies to that may make the caller wait.
+        with self._lanes["onward"].lend(CopyPlan(chunk, staged=nbytes > 0)) as buffers:
+            while len(buffers) < _BUFFERS:
+                buffers.append(np.empty(min(chunk, nbytes), np.uint8))
+            _copy(nbytes, chunk, buffers, enqueue, after)
 
     def to_device(self, buffer: memoryview, allocation: Allocation) -> None:
         """Copy a buffer into an allocation of its size, which nobody else uses.
@@ -78,49 +120,15 @@ class Copier:
         host = as_bytes(buffer, writable=False)
         device, stream = self._device, self._device.stream("to_device")
 
-        def enqueue(part: HostArray, start: int, staging: HostArray | None) -> Event:
+        def enqueue(start: int, stop: int, staging: HostArray | None) -> Event:
+            part = host[start:stop]
             if staging is not None:
                 np.copyto(staging, part)
             return device.copy_to_device(part if staging is None else staging, allocation, stream, offset=start)
 
-        self._copy("to_device", host, enqueue, after=None)
-
-    def _copy(
-        self,
-        kind: StreamKind,
-        host: HostArray,
-        enqueue: Callable[[HostArray, int, HostArray | None], Event],
-        after: Callable[[HostArray, HostArray], None] | None,
-    ) -> None:
-        plan = self._plan or self._device.plan()
-        chunk = plan.chunk_nbytes
-        pending: deque[tuple[Event, HostArray, HostArray | None]] = deque()
-
-        def finish() -> None:
-            event, part, staging = pending[0]
-            event.wait()
-            pending.popleft()
-            if staging is not None and after is not None:
-                after(part, staging)
-
-        with self._lanes[kind].lend(plan if host.nbytes else CopyPlan()) as buffers:
-            try:
-                for number, start in enumerate(range(0, host.nbytes, chunk)):
-                    part = host[start : start + chunk]
-                    staging = None
-                    if buffers:
-                        if len(pending) == len(buffers):
-                            finish()
-                        staging = buffers[number % len(buffers)][: part.nbytes]
-                    pending.append((enqueue(part, start, staging), part, staging))
-                while pending:
-                    finish()
-            except BaseException:
-                # Neither end may go, nor the staging between them, while a copy that was enqueued is under way.
-                for event, _, _ in pending:
-                    with suppress(DeviceError):
-                        event.wait()
-                raise
+        plan = self._plan or device.plan()
+        with self._lanes["to_device"].lend(plan if host.nbytes else CopyPlan()) as buffers:
+            _copy(host.nbytes, plan.chunk_nbytes, buffers, enqueue, after=None)
 
     def close(self) -> None:
         """Give pinned memory back. What is under way keeps its own."""
@@ -128,8 +136,44 @@ class Copier:
             lanes.close()
 
 
+def _copy(
+    nbytes: int,
+    chunk: int,
+    buffers: list[HostArray],
+    enqueue: Callable[[int, int, HostArray | None], Event],
+    after: Callable[[int, HostArray], None] | None,
+) -> None:
+    """Copy in pieces, by way of `buffers` if there are any; the next piece is under way while `after` has the last."""
+    pending: deque[tuple[Event, int, HostArray | None]] = deque()
+
+    def finish() -> None:
+        event, start, staging = pending[0]
+        event.wait()
+        pending.popleft()
+        if staging is not None and after is not None:
+            after(start, staging)
+
+    try:
+        for number, start in enumerate(range(0, nbytes, chunk)):
+            stop = min(start + chunk, nbytes)
+            staging = None
+            if buffers:
+                if len(pending) == len(buffers):
+                    finish()
+                staging = buffers[number % len(buffers)][: stop - start]
+            pending.append((enqueue(start, stop, staging), start, staging))
+        while pending:
+            finish()
+    except BaseException:
+        # Neither end may go, nor the staging between them, while a copy that was enqueued is under way.
+        for event, _, _ in pending:
+            with suppress(DeviceError):
+                event.wait()
+        raise
+
+
 class _Lanes:
-    """Pinned buffers for the copies of one direction."""
+    """Pinned buffers for the copies to one place."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -141,7 +185,7 @@ class _Lanes:
     def lend(self, plan: CopyPlan) -> Iterator[list[HostArray]]:
         """Wait for a lane and lend its buffers for the length of the block; none if they are not to be used or had.
 
-        Who has a lane waits for nobody, so those who wait for one get it.
+        Who has a lane waits for nobody (but a disk), so those who wait for one get it.
         """
         if not plan.staged:
             yield []

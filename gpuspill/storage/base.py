@@ -19,7 +19,20 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
-__all__ = ["Allocate", "Borrow", "Buffer", "Metrics", "Receipt", "Store", "StoreStatistics", "fresh_buffer"]
+__all__ = [
+    "Allocate",
+    "Borrow",
+    "Buffer",
+    "Frame",
+    "FrameStream",
+    "Metrics",
+    "Receipt",
+    "Store",
+    "StoreStatistics",
+    "frame_nbytes",
+    "fresh_buffer",
+    "in_memory",
+]
 
 #: Anything with the buffer protocol whose memory is contiguous (in C or Fortran order).
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -32,6 +45,64 @@ Metrics: TypeAlias = Callable[[str, float, str], object]
 
 #: From here on a fresh buffer is mapped: page aligned and not filled with zeros twice.
 _MAP_FROM_NBYTES = 65_536
+
+
+class FrameStream(ABC):
+    """A frame whose bytes come in pieces, so that they need not be in host memory together.
+
+    Attributes
+    ----------
+    nbytes
+        How many bytes come, all in all.
+    """
+
+    nbytes: int
+
+    @abstractmethod
+    def copy_to(self, sink: Callable[[memoryview], object]) -> None:
+        """Hand all bytes to `sink`, in order. May be called again, from the first byte on.
+
+        Blocks. When it returns or raises, nothing is under way any more.
+
+        Parameters
+        ----------
+        sink
+            Gets one piece at each call, flat bytes that are valid for the length of the call. What it raises ends
+            the copy and is passed on.
+
+        Raises
+        ------
+        StorageError
+            The bytes cannot be had.
+        """
+
+    def read(self) -> memoryview:
+        """Return all bytes, in memory of their own. Blocks; raises as :meth:`copy_to`."""
+        whole = memoryview(bytearray(self.nbytes))
+        offset = 0
+
+        def sink(piece: memoryview) -> None:
+            nonlocal offset
+            whole[offset : offset + piece.nbytes] = piece
+            offset += piece.nbytes
+
+        self.copy_to(sink)
+        assert offset == self.nbytes, (offset, self.nbytes)
+        return whole
+
+
+#: What a record is written from.
+Frame: TypeAlias = Buffer | FrameStream
+
+
+def frame_nbytes(frame: Frame) -> int:
+    """Return the size of a frame in bytes."""
+    return frame.nbytes if isinstance(frame, FrameStream) else memoryview(frame).nbytes
+
+
+def in_memory(frame: Frame) -> Buffer:
+    """Return a frame itself, or the bytes of a stream."""
+    return frame.read() if isinstance(frame, FrameStream) else frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +216,7 @@ class Store(ABC):
     """
 
     @abstractmethod
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Store a record, completely or not at all.
 
         Parameters
@@ -154,7 +225,8 @@ class Store(ABC):
             Opaque bytes, returned as they are.
         frames
             Opaque buffers. They are not copied and must not change until this returns. They keep their order and
-            number; empty ones are kept too. They come back flat.
+            number; empty ones are kept too. They come back flat. A store on disk holds no more of a
+            :class:`FrameStream` than the piece that it is handed.
 
         Returns
         -------
@@ -174,7 +246,8 @@ class Store(ABC):
 
         Notes
         -----
-        Whatever is raised, nothing of the record is left and no space stays reserved.
+        Whatever is raised, what a frame stream raises included, nothing of the record is left and no space stays
+        reserved.
         """
 
     @abstractmethod

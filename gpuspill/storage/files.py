@@ -24,7 +24,8 @@ from gpuspill.errors import GpuspillError, RecordCorrupt, RecordLost, StorageErr
 from gpuspill.storage.base import (
     Allocate,
     Borrow,
-    Buffer,
+    Frame,
+    FrameStream,
     Metrics,
     Receipt,
     Store,
@@ -136,7 +137,7 @@ class FileStore(Store):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Store a record, completely or not at all. See :meth:`Store.write`.
 
         Notes
@@ -144,8 +145,9 @@ class FileStore(Store):
         Without compression the frames are hashed, and then go to the kernel in one call where
         their number and size allow: the fewer calls, the fewer times this thread has to wait for
         the interpreter lock. At most about 16 MiB, and one frame, of compressed data is held.
+        Frame streams are not compressed.
         """
-        views = [flat(frame, index) for index, frame in enumerate(frames)]
+        views = [frame if isinstance(frame, FrameStream) else flat(frame, index) for index, frame in enumerate(frames)]
         number = self._begin_write()
         counts = Counters()
         try:
@@ -162,7 +164,7 @@ class FileStore(Store):
         )
         return receipt
 
-    def _write(self, number: int, header: bytes, views: list[memoryview], counts: Counters) -> Receipt:
+    def _write(self, number: int, header: bytes, views: list[memoryview | FrameStream], counts: Counters) -> Receipt:
         plain_nbytes = encoded_nbytes(len(header), [view.nbytes for view in views])
         scarce = self._quota.is_scarce(plain_nbytes, _SCARCE)
         writer = RecordWriter(header, views, self._codecs, scarce, self._clock, counts)

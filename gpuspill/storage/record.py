@@ -120,15 +120,16 @@ def encoded_nbytes(header_nbytes: int, stored: Iterable[int], codec_names: Itera
 class RecordEncoder:
     """Turns frames into the byte stream of one record; used once, by one thread.
 
-    Call :meth:`add` for each frame and :meth:`finish` at the end, and write what they return, in order. Memory of
-    frames is only looked at, never copied.
+    Call :meth:`add` for each frame and :meth:`finish` at the end, and write what they return, in order; for a frame
+    that comes in pieces :meth:`start`, and :meth:`feed` for each piece that is written. Memory of frames is only looked
+    at, never copied.
 
     Attributes
     ----------
     payload_nbytes : int
         Bytes of the frames added so far, as they were before compression.
     stored_nbytes : int
-        Bytes returned by :meth:`add` so far.
+        Bytes returned by :meth:`add` so far, and those of pieces that are fed or announced.
     checksum : int
         Of the whole record, once it is finished.
     """
@@ -171,19 +172,31 @@ class RecordEncoder:
         list of memoryview
             To be written next: padding where needed, and `data`.
         """
-        nbytes = data.nbytes
+        parts = self.start(data.nbytes, raw_nbytes, codec)
+        if data.nbytes:
+            self.feed(data)
+            parts.append(data)
+        return parts
+
+    def start(self, nbytes: int, raw_nbytes: int | None = None, codec: str | None = None) -> list[memoryview]:
+        """Begin a frame of `nbytes` bytes as stored, all of which have to be fed before the next one.
+
+        Parameters and result as for :meth:`add`, but without the data.
+        """
         self._raw.append(nbytes if raw_nbytes is None else raw_nbytes)
         self._stored.append(nbytes)
         self._codecs.append(0 if codec is None else self._codec_number(codec))
         self.payload_nbytes += self._raw[-1]
-        if not nbytes:
-            return []
-        gap = _gap(self.stored_nbytes)
-        parts = [_PADDING[:gap], data] if gap else [data]
-        for part in parts:
-            self._hash.update(part)
+        gap = _gap(self.stored_nbytes) if nbytes else 0
         self.stored_nbytes += gap + nbytes
-        return parts
+        if not gap:
+            return []
+        self._hash.update(_PADDING[:gap])
+        return [_PADDING[:gap]]
+
+    def feed(self, data: memoryview) -> None:
+        """Note the next bytes of a frame that was begun."""
+        self._hash.update(data)
 
     def _codec_number(self, name: str) -> int:
         try:

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
-from gpuspill.storage.base import Allocate, Receipt
-from gpuspill.storage.codecs import Choice, Codec, CodecChooser
+from gpuspill.storage.base import Allocate, FrameStream, Receipt
+from gpuspill.storage.codecs import PLAIN, Choice, Codec, CodecChooser
 from gpuspill.storage.counters import Counters
 from gpuspill.storage.mapped import map_file
 from gpuspill.storage.quota import Reservation
@@ -45,7 +45,7 @@ class RecordWriter:
     header
         Opaque bytes.
     frames
-        Flat bytes.
+        Flat bytes, or streams of them, which are stored as they are.
     codecs
         Decides how to store each frame.
     scarce
@@ -59,7 +59,7 @@ class RecordWriter:
     def __init__(
         self,
         header: bytes,
-        frames: Sequence[memoryview],
+        frames: Sequence[memoryview | FrameStream],
         codecs: CodecChooser,
         scarce: bool,
         clock: Callable[[], float],
@@ -70,7 +70,10 @@ class RecordWriter:
         self._clock = clock
         self._counts = counts
         start = clock()
-        self._frames = [(frame, codecs.choose(frame, scarce=scarce)) for frame in frames]
+        self._frames = [
+            (frame, PLAIN if isinstance(frame, FrameStream) else codecs.choose(frame, scarce=scarce))
+            for frame in frames
+        ]
         counts.compress_seconds += clock() - start
         #: How large the record will be, in bytes: exact if nothing is to be compressed.
         self.expected_nbytes = encoded_nbytes(
@@ -105,6 +108,12 @@ class RecordWriter:
         pending: list[memoryview] = []
         held = 0
         for frame, choice in self._frames:
+            if isinstance(frame, FrameStream):
+                pending += encoder.start(frame.nbytes)
+                self._append(file, pending)
+                held = 0
+                self._copy(frame, encoder, file)
+                continue
             data, codec = frame, None
             if choice.codec is not None:
                 start = clock()
@@ -121,17 +130,14 @@ class RecordWriter:
             pending += encoder.add(data, frame.nbytes, codec)
             counts.checksum_seconds += clock() - start
             if held >= _FLUSH_NBYTES:
-                start = clock()
-                file.append(pending)
-                counts.write_seconds += clock() - start
-                pending.clear()
+                self._append(file, pending)
                 held = 0
         footer = encoder.finish(self._header)
         nbytes = encoder.stored_nbytes + len(footer)
         reservation.resize(nbytes)
         pending.append(memoryview(footer))
+        self._append(file, pending)
         start = clock()
-        file.append(pending)
         file.publish()
         counts.write_seconds += clock() - start
         return Receipt(
@@ -141,6 +147,31 @@ class RecordWriter:
             stored_nbytes=encoder.stored_nbytes,
             checksum=encoder.checksum,
         )
+
+    def _append(self, file: NewFile, pending: list[memoryview]) -> None:
+        """Write what is pending."""
+        start = self._clock()
+        file.append(pending)
+        self._counts.write_seconds += self._clock() - start
+        pending.clear()
+
+    def _copy(self, frame: FrameStream, encoder: RecordEncoder, file: NewFile) -> None:
+        """Write a frame, which was begun, as its bytes come."""
+
+        def sink(piece: memoryview) -> None:
+            start = self._clock()
+            encoder.feed(piece)
+            self._counts.checksum_seconds += self._clock() - start
+            self._append(file, [piece])
+
+        frame.copy_to(sink)
+        if file.nbytes != encoder.stored_nbytes:
+            # Its length is in the footer, so it would be read back as something else.
+            raise StorageError(
+                errno.EIO,
+                f"a frame of {frame.nbytes:,} bytes came in pieces, {file.nbytes:,} bytes are written of the "
+                f"{encoder.stored_nbytes:,} that there should be",
+            )
 
     def _compress(self, codec: Codec, frame: memoryview) -> memoryview | None:
         """Return a frame compressed; None if that fails or does not pay."""
@@ -267,5 +298,5 @@ class RecordReader:
         return buffer
 
 
-def _expected_nbytes(frame: memoryview, choice: Choice) -> int:
+def _expected_nbytes(frame: memoryview | FrameStream, choice: Choice) -> int:
     return frame.nbytes if choice.codec is None else int(frame.nbytes * choice.ratio)

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from gpuspill.storage.base import Allocate, Buffer, Receipt, Store, StoreStatistics
+from gpuspill.storage.base import Allocate, Frame, Receipt, Store, StoreStatistics
 
 __all__ = ["DelayedStore", "FaultyStore", "WrapperStore", "nth"]
 
@@ -30,7 +30,7 @@ class WrapperStore(Store):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.store!r})"
 
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """See :meth:`Store.write`."""
         return self.store.write(header, frames)
 
@@ -77,7 +77,7 @@ class DelayedStore(WrapperStore):
         self.seconds = seconds
         self._sleep = sleep
 
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Wait, then write."""
         self._sleep(self.seconds)
         return self.store.write(header, frames)
@@ -115,7 +115,7 @@ class FaultyStore(WrapperStore):
         self._writes = itertools.count(1)
         self._reads = itertools.count(1)
 
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Fail or write."""
         self._ask("write", next(self._writes))
         return self.store.write(header, frames)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gpuspill.errors import RecordCorrupt
-from gpuspill.storage.base import Allocate, Buffer, Receipt, Store
+from gpuspill.storage.base import Allocate, Frame, Receipt, Store
 from gpuspill.storage.wrappers import WrapperStore
 from gpuspill.testing.stores import MemoryStore
 
@@ -38,7 +38,7 @@ class HookedStore(WrapperStore):
         self.hook: Callable[[str, str], None] = lambda operation, when: None
         self.damaged: set[Receipt] = set()
 
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """See :meth:`Store.write`."""
         self.hook("write", "before")
         receipt = self.store.write(header, frames)
@@ -146,7 +146,7 @@ class ManualStore(WrapperStore):
             with self._changed:
                 self._waiting.remove(operation)
 
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Wait, then write."""
         self._hold_up("write")
         return self.store.write(header, frames)

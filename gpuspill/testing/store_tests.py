@@ -27,6 +27,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from gpuspill.errors import QuotaExceeded, RecordLost, StorageError, Unspillable
 from gpuspill.storage.base import Borrow, Receipt, Store
+from gpuspill.testing.stores import Pieces
 
 __all__ = ["StoreMachine", "StoreTests", "frame_lists"]
 
@@ -134,6 +135,30 @@ class StoreTests:
         empty: Any = memoryview(bytes(8)).cast("d")[:0]
         receipt = store.write(b"", [shaped, empty, memoryview(flat)[10:20]])
         assert _contents(store.read(receipt)) == (b"", [flat, b"", flat[10:20]])
+
+    @pytest.mark.parametrize("pieces", [[], [b"one"], [b"x" * 100, b"y" * 1, b"", b"z" * 64], [b"m" * 300_000] * 3])
+    def test_frame_streams(self, store: Store, pieces: list[bytes]) -> None:
+        """What comes in pieces comes back as any frame does; it may be read more than once."""
+        stream = Pieces(*pieces)
+        for _ in range(2):
+            receipt = store.write(b"h", [b"before", stream, b"", stream, b"after"])
+            whole = b"".join(pieces)
+            assert _contents(store.read(receipt)) == (b"h", [b"before", whole, b"", whole, b"after"])
+            assert receipt.payload_nbytes == 11 + 2 * len(whole)
+
+    @pytest.mark.parametrize("good", [0, 1, 5])
+    @pytest.mark.parametrize(
+        "error", [StorageError("the device failed"), MemoryError("no memory"), ZeroDivisionError()]
+    )
+    def test_frame_stream_that_fails(self, store: Store, good: int, error: BaseException) -> None:
+        """What it raises is passed on, and nothing is left."""
+        with pytest.raises(type(error)) as caught:
+            store.write(b"h", [b"before", Pieces(*[b"x" * 1000] * good, error), b"after"])
+        assert caught.value is error
+        stats = store.statistics()
+        assert (stats.records, stats.nbytes, stats.reserved_nbytes) == (0, 0, 0)
+        store.validate()
+        assert _contents(store.read(store.write(b"h", [Pieces(b"x")]))) == (b"h", [b"x"])
 
     def test_frame_that_is_not_contiguous(self, store: Store) -> None:
         """What cannot be stored is refused, without a trace."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpuspill.errors import QuotaExceeded, RecordLost, StorageError, Unspillable
-from gpuspill.storage.base import Allocate, Buffer, Receipt, Store, StoreStatistics
+from gpuspill.storage.base import Allocate, Frame, FrameStream, Receipt, Store, StoreStatistics, in_memory
 from gpuspill.storage.wrappers import DelayedStore, FaultyStore, WrapperStore, nth
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Gate",
     "GatedStore",
     "MemoryStore",
+    "Pieces",
     "nth",
 ]
 
@@ -43,12 +44,13 @@ class MemoryStore(Store):
             ("writes", "reads", "deletes", "bytes_written", "bytes_read", "payload_written", "payload_read"), 0
         )
 
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """See :meth:`Store.write`."""
-        for frame in frames:
-            if not (memoryview(frame).c_contiguous or memoryview(frame).f_contiguous):
+        views = [memoryview(in_memory(frame)) for frame in frames]
+        for view in views:
+            if not (view.c_contiguous or view.f_contiguous):
                 raise Unspillable("a frame is not contiguous")
-        copies = [memoryview(frame).tobytes(order="A") for frame in frames]
+        copies = [view.tobytes(order="A") for view in views]
         payload_nbytes = sum(map(len, copies))
         nbytes = len(header) + payload_nbytes
         with self._lock:
@@ -105,6 +107,41 @@ class MemoryStore(Store):
         self._counts[payload] += payload_nbytes
 
 
+class Pieces(FrameStream):
+    """A stream of given pieces, each in the same memory as the one before: who keeps one sees it change.
+
+    Parameters
+    ----------
+    *pieces
+        What is handed out, in order. An exception is raised instead.
+    nbytes
+        What the stream says it has; by default the truth.
+
+    Attributes
+    ----------
+    between
+        Called before each piece, with its number from 0 on, in the thread that copies.
+    """
+
+    def __init__(self, *pieces: bytes | BaseException, nbytes: int | None = None) -> None:
+        self._pieces = pieces
+        sizes = [len(piece) for piece in pieces if isinstance(piece, bytes)]
+        self.nbytes = sum(sizes) if nbytes is None else nbytes
+        self._memory = bytearray(max(sizes, default=0))
+        self.between: Callable[[int], object] = lambda number: None
+
+    def copy_to(self, sink: Callable[[memoryview], object]) -> None:
+        """See :meth:`FrameStream.copy_to`."""
+        for number, piece in enumerate(self._pieces):
+            self.between(number)
+            if isinstance(piece, BaseException):
+                raise piece
+            view = memoryview(self._memory)[: len(piece)]
+            view[:] = piece
+            sink(view)
+            view[:] = bytes(len(piece))
+
+
 class Gate:
     """Where operations wait until a test lets them go on.
 
@@ -149,7 +186,7 @@ class GatedStore(WrapperStore):
         self.before: dict[str, Gate] = {}
         self.after: dict[str, Gate] = {}
 
-    def write(self, header: bytes, frames: Sequence[Buffer]) -> Receipt:
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """See :meth:`Store.write`."""
         _pass(self.before, "write")
         receipt = self.store.write(header, frames)

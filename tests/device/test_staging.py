@@ -10,6 +10,7 @@ from gpuspill.device.base import CopyPlan, DeviceError
 from gpuspill.device.simulated import ManualClock, SimulatedDevice
 from gpuspill.device.staging import Copier, probe
 from gpuspill.testing.devices import fetch, pattern, store
+from gpuspill.testing.stores import Gate
 
 MB = 2**20
 
@@ -113,6 +114,110 @@ def test_when_it_raises_nothing_is_under_way(device, staged, monkeypatch, kind, 
     copier.to_device(memoryview(bytes(range(250)) * 4), allocation)  # the staging is usable again
     copier.to_host(allocation, memoryview(host))
     assert host == bytes(range(250)) * 4
+
+
+# -- what goes on to somewhere else ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 200, 201, 1000, 1023])
+def test_pieces_come_in_order(device, staged, nbytes):
+    copier = Copier(device, CopyPlan(100, staged))
+    data = pattern(nbytes)
+    pieces = []
+    copier.onward(store(device, data), lambda piece: pieces.append(bytes(piece)))
+    assert b"".join(pieces) == data.tobytes()
+    assert [len(piece) for piece in pieces] == [100] * (nbytes // 100) + ([nbytes % 100] if nbytes % 100 else [])
+    # By way of pinned memory, whatever is faster to ordinary memory.
+    assert device.statistics().pinned_bytes == (200 if nbytes else 0)
+    copier.close()
+    assert device.statistics().pinned_bytes == 0
+
+
+def test_the_next_piece_is_on_its_way_while_one_is_used(device, monkeypatch):
+    story = []
+    real = device.copy_to_host
+
+    def copy(allocation, host, stream, *, offset):
+        story.append(f"copy {offset}")
+        return real(allocation, host, stream, offset=offset)
+
+    def sink(piece):
+        story.append(f"use {sum(entry.startswith('use') for entry in story) * 100}")
+        in_flight.append(device.statistics().copies_in_flight)
+
+    in_flight = []
+    allocation = store(device, pattern(400))
+    monkeypatch.setattr(device, "copy_to_host", copy)
+    Copier(device, CopyPlan(100)).onward(allocation, sink)
+    assert story == ["copy 0", "copy 100", "use 0", "copy 200", "use 100", "copy 300", "use 200", "use 300"]
+    assert in_flight == [1, 1, 1, 0]
+
+
+def test_pieces_are_no_larger_than_a_disk_can_use(monkeypatch):
+    device = SimulatedDevice(32 * MB, clock=ManualClock())
+    sizes = []
+    Copier(device, CopyPlan(32 * MB)).onward(device.allocate(20 * MB), lambda piece: sizes.append(len(piece)))
+    assert sizes == [8 * MB, 8 * MB, 4 * MB]
+
+
+def test_without_pinned_memory_pieces_come_in_ordinary_memory(device, monkeypatch):
+    def fail(nbytes):
+        raise MemoryError
+
+    monkeypatch.setattr(device, "pinned", fail)
+    pieces = []
+    copier = Copier(device, CopyPlan(100))
+    copier.onward(store(device, pattern(250)), lambda piece: pieces.append(bytes(piece)))
+    assert b"".join(pieces) == pattern(250).tobytes()
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3, 10])
+@pytest.mark.parametrize("what", ["the copy", "the sink"])
+def test_when_a_piece_fails_nothing_is_under_way(device, monkeypatch, what, fails):
+    copier = Copier(device, CopyPlan(100))
+    allocation = store(device, pattern(1000))
+    real = device.copy_to_host
+    calls = iter(range(1, 100))
+
+    def at(error):
+        if next(calls) == fails:
+            raise error
+
+    def copy(*args, **kwargs):
+        at(DeviceError("broken"))
+        return real(*args, **kwargs)
+
+    def sink(piece):
+        if what == "the sink":
+            at(OSError("full"))
+
+    with monkeypatch.context() as patch:
+        if what == "the copy":
+            patch.setattr(device, "copy_to_host", copy)
+        with pytest.raises(DeviceError if what == "the copy" else OSError, match=r"broken|full"):
+            copier.onward(allocation, sink)
+    assert device.statistics().copies_in_flight == 0
+    pieces = []
+    copier.onward(allocation, lambda piece: pieces.append(bytes(piece)))  # the staging is usable again
+    assert b"".join(pieces) == pattern(1000).tobytes()
+    assert device.statistics().pinned_bytes == 200
+
+
+def test_copies_to_memory_do_not_wait_for_a_disk(device):
+    """Two pieces are stuck, and a third waits for their staging; a copy to the host goes its way."""
+    copier = Copier(device, CopyPlan(100, staged=True))
+    gate = Gate()
+    sources = [store(device, pattern(300, seed)) for seed in range(4)]
+    with ThreadPoolExecutor(3) as pool:
+        stuck = [pool.submit(copier.onward, source, lambda piece: gate.pass_through()) for source in sources[:3]]
+        for _ in range(2):
+            assert gate.arrived.acquire(timeout=60)
+        host = bytearray(300)
+        copier.to_host(sources[3], memoryview(host))
+        assert host == pattern(300, 3).tobytes()
+        gate.open()
+        for future in stuck:
+            future.result(timeout=60)
 
 
 def test_the_piece_is_the_smallest_that_is_about_as_fast_as_the_fastest():

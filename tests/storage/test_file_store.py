@@ -16,6 +16,7 @@ import pytest
 from gpuspill.errors import QuotaExceeded, RecordCorrupt, RecordLost, StorageError, StorageFull
 from gpuspill.storage.codecs import Codec, CodecChooser
 from gpuspill.storage.files import FileStore
+from gpuspill.testing.stores import Pieces
 
 
 @pytest.fixture
@@ -272,6 +273,65 @@ def fail_nth(monkeypatch, name, nth, number, partial=False):
 
     monkeypatch.setattr(os, name, wrapper)
     return calls
+
+
+class TestStreams:
+    def test_each_piece_is_written_before_the_next_one_comes(self, store):
+        """So no more than one is held; and the file is what it would be if all had come at once."""
+        sizes = []
+        stream = Pieces(*[os.urandom(1000) for _ in range(5)])
+        stream.between = lambda number: sizes.append(
+            os.path.getsize(os.path.join(store.path, "1.part")) if number else None
+        )
+        with open(store.path_of(store.write(b"h", [b"first", stream])), "rb") as file:
+            found = file.read()
+        assert sizes == [None, 1064, 2064, 3064, 4064]
+        stream.between = lambda number: None
+        with open(store.path_of(store.write(b"h", [b"first", stream.read()])), "rb") as file:
+            assert file.read() == found
+
+    def test_streams_are_not_compressed(self, tmp_path):
+        codec = Codec("zlib", lambda data: zlib.compress(data, 1), zlib.decompress)
+        with FileStore(tmp_path, codecs=CodecChooser("zlib", {"zlib": codec}, min_nbytes=1)) as store:
+            receipt = store.write(b"", [bytes(100_000), Pieces(bytes(50_000), bytes(50_000)), bytes(100_000)])
+            assert 100_000 < receipt.stored_nbytes < 102_000
+            assert store.statistics().compressed_frames == 2
+            assert contents(store.read(receipt)) == (b"", [bytes(100_000)] * 3)
+
+    @pytest.mark.parametrize("nbytes", [0, 1999, 2001])
+    def test_a_stream_of_another_length_than_it_said(self, store, nbytes):
+        with pytest.raises(StorageError, match="in pieces"):
+            store.write(b"", [Pieces(bytes(1000), bytes(1000), nbytes=nbytes), b"after"])
+        assert files(store) == []
+        store.validate()
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+    @pytest.mark.parametrize("partial", [False, True])
+    @pytest.mark.parametrize("nth", range(1, 7))
+    def test_the_disk_fails_at_any_piece(self, store, monkeypatch, nth, partial, number):
+        calls = fail_nth(monkeypatch, "writev", nth, number, partial)
+        stream = Pieces(*[os.urandom(1000)] * 4)
+        with pytest.raises(StorageFull if number == errno.ENOSPC else StorageError):
+            store.write(b"h", [b"before", stream])  # before, four pieces, and the footer
+        assert len(calls) == nth
+        assert files(store) == []
+        store.validate()
+        assert contents(store.read(store.write(b"h", [b"before", stream]))) == (b"h", [b"before", bytes(stream.read())])
+
+    def test_the_quota_is_asked_before_a_piece_comes(self, tmp_path):
+        with FileStore(tmp_path, quota=2000) as store:
+            stream = Pieces(bytes(1000), bytes(1000))
+            stream.between = lambda number: pytest.fail("a piece was asked for")
+            with pytest.raises(QuotaExceeded):
+                store.write(b"", [stream])
+
+    def test_closed_between_two_pieces(self, tmp_path):
+        store = FileStore(tmp_path)
+        stream = Pieces(*[bytes(1000)] * 4)
+        stream.between = lambda number: store.close() if number == 2 else None
+        with pytest.raises(StorageError, match="closed"):
+            store.write(b"", [stream])
+        assert os.listdir(tmp_path) == []
 
 
 class TestFailures:

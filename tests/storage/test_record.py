@@ -34,6 +34,22 @@ def decode(payload, footer, checksum=None):
 
 
 @settings(deadline=None)
+@given(header=st.binary(max_size=200), frames=frame_lists(), piece=st.integers(1, 100))
+def test_a_frame_in_pieces_is_the_same_record(header, frames, piece):
+    payload, footer, encoder = encode(header, frames)
+    pieces = RecordEncoder()
+    parts = []
+    for frame in frames:
+        parts += pieces.start(len(frame))
+        for low in range(0, len(frame), piece):
+            parts.append(memoryview(frame)[low : low + piece])
+            pieces.feed(parts[-1])
+    assert b"".join(parts) == payload
+    assert pieces.finish(header) == footer
+    assert pieces.checksum == encoder.checksum
+
+
+@settings(deadline=None)
 @given(header=st.binary(max_size=200), frames=frame_lists(max_frames=20))
 def test_round_trip(header, frames):
     payload, footer, encoder = encode(header, frames)
