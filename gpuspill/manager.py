@@ -8,7 +8,7 @@ It composes the parts and offers them by key: the core decides (:mod:`gpuspill.c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
@@ -32,7 +32,7 @@ from gpuspill.sharing import VIEW_NBYTES, Sharing
 from gpuspill.slots import Custody, Slot
 from gpuspill.snapshot import Statistics, take_snapshot
 from gpuspill.spilling import Spiller
-from gpuspill.storage.base import Receipt, Store
+from gpuspill.storage.base import Frame, Receipt, Store
 
 __all__ = ["ProxifyManager"]
 
@@ -206,9 +206,28 @@ class ProxifyManager:
             if self._metadata.nested:
                 self._metadata.defer(partial(self.adopt, key, nbytes, receipt))
                 return
-            pid = state.insert_below(key, nbytes, receipt.nbytes)
-            slot = self._metadata.slots[pid] = Slot(key, None, nbytes)
-            slot.kind, slot.receipt = object, receipt
+            self._metadata.slots.enter_below(state.insert_below(key, nbytes, receipt.nbytes), key, nbytes, receipt)
+
+    def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
+        """Write a value to disk under `key`, replacing what the key held, without its ever being in memory. Blocks.
+
+        Parameters
+        ----------
+        key
+            Any hashable.
+        header, frames
+            Of the record: what the serialiser makes the value from.
+        nbytes
+            Bytes that the value will take in memory.
+
+        Raises
+        ------
+        StorageError
+            It could not be written: no room (StorageFull), not allowed (QuotaExceeded), the manager was closed
+            meanwhile, or whatever the disk or a frame stream reports. Then nothing is left of it, and the key holds
+            what it held.
+        """
+        self._spiller.store_on_disk(key, header, frames, nbytes)
 
     def discard(self, key: Hashable) -> None:
         """Forget `key`. Its record is deleted later, on another thread.
@@ -478,6 +497,18 @@ class ProxifyManager:
         with self._metadata:
             return self._promise({}, dict(outputs or {}), nbytes, kind)
 
+    def reserve_now(
+        self, nbytes: int, kind: Kind, *, outputs: Mapping[Hashable, int] | None = None
+    ) -> Admission | None:
+        """As :meth:`reserve`, but None if it would have to wait, or be granted beyond the limit.
+
+        Clean values that come first in the order of eviction make room for it.
+        """
+        with self._metadata as state:
+            self._metadata.forbid_nested("ask for room")
+            reservation = state.reserve_now(nbytes, kind)
+            return None if reservation is None else self._admission(reservation, {}, dict(outputs or {}), nbytes)
+
     def wait_for_room(self) -> None:
         """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write.
 
@@ -509,6 +540,12 @@ class ProxifyManager:
             if entry.residency.state is State.SPILLED:
                 missing[entry.pid] = entry.nbytes
         reservation = state.reserve(sum(missing.values()) + output_nbytes, kind)
+        return self._admission(reservation, pids, outputs, output_nbytes)
+
+    def _admission(
+        self, reservation: Reservation, pids: dict[Hashable, int], outputs: dict[Hashable, int], output_nbytes: int
+    ) -> Admission:
+        """Under the lock: hand out what was reserved."""
         admission = Admission(self, reservation, pids, outputs, output_nbytes, self._metadata.clock())
         if not reservation.granted:
             self._metadata.admissions[reservation] = admission

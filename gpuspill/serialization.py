@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from gpuspill.storage.base import Buffer
+from gpuspill.storage.base import Buffer, Frame
 
 __all__ = ["Encoded", "PickleSerializer", "Serialized", "Serializer"]
 
@@ -25,12 +25,12 @@ class Serialized(NamedTuple):
     header
         Small; whatever :meth:`Serializer.loads` needs besides the frames.
     frames
-        Buffers. They may alias the value's own memory, so the value must stay unchanged while they
-        are in use.
+        Buffers, or streams of bytes. They may alias the value's own memory, so the value must stay unchanged while
+        they are in use.
     """
 
     header: bytes
-    frames: Sequence[Buffer]
+    frames: Sequence[Frame]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

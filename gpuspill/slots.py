@@ -116,6 +116,11 @@ class Slots(dict[int, Slot]):
         slot = Slot(None, object(), 0)
         self._unheld = getrefcount(slot.value)
 
+    def enter_below(self, pid: int, key: Hashable, nbytes: int, receipt: Receipt) -> None:
+        """Make the slot of a value of `nbytes` bytes that is on disk already."""
+        slot = self[pid] = Slot(key, None, nbytes)
+        slot.kind, slot.receipt = object, receipt
+
     def ready(self, pid: int) -> bool:
         """Whether the value, given that it is in memory, can be handed out at once."""
         slot = self.get(pid)

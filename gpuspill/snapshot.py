@@ -94,6 +94,8 @@ class Statistics:
         Bytes of values that are left alone because their library moves them by itself (cuDF with its spilling on).
     device_spills, device_restores
         Moves from the device, and back, so far.
+    device_direct_spills
+        The part of the moves from the device that went to disk in pieces, without being in host memory.
     device_out_of_memory
         Times an allocation on the device did not fit at first.
     """
@@ -145,6 +147,7 @@ class Statistics:
     device_external_nbytes: int = 0
     device_spills: int = 0
     device_restores: int = 0
+    device_direct_spills: int = 0
     device_out_of_memory: int = 0
 
 

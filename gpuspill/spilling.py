@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
+from collections.abc import Hashable, Sequence
 
 from gpuspill.core.backoff import Backoff
 from gpuspill.core.sizes import SizeModel
 from gpuspill.core.state import SpillState
-from gpuspill.errors import StorageFull, cut_loose
+from gpuspill.errors import QuotaExceeded, StorageError, StorageFull, cut_loose
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
 from gpuspill.serialization import Encoded, Serializer
-from gpuspill.storage.base import Store
+from gpuspill.storage.base import Frame, Receipt, Store, frame_nbytes
 
 __all__ = ["Spiller"]
 
@@ -118,12 +120,13 @@ class Spiller:
         slot = metadata.slots[pid]
         value = slot.value  # stays: nothing may drop the source of a move
         start = clock()
+        frames: Sequence[Frame]
         try:
             if isinstance(value, Encoded):
                 header, frames = value.header, value.frames
             else:
                 header, frames = self._serializer.dumps(value)
-            raw = len(header) + sum(memoryview(frame).nbytes for frame in frames)
+            raw = len(header) + sum(map(frame_nbytes, frames))
         except BaseException as error:
             interrupted = _is_for_caller(error)
             self._fail(pid, error, forever=not interrupted and not isinstance(error, MemoryError | OSError))
@@ -163,11 +166,8 @@ class Spiller:
         stop = clock()
         with metadata as state:
             slot.receipt = receipt
-            totals = metadata.totals
-            totals["serialize"] += middle - start
-            totals["write"] += stop - middle
-            totals["written"] += receipt.nbytes
-            totals["raw"] += raw
+            metadata.totals["serialize"] += middle - start
+            self._count_write(receipt, raw, stop - middle)
             self._held.relent(clock())
             if state.ledger.entries[pid].refusals:
                 self._blocked.succeeded()
@@ -175,7 +175,52 @@ class Spiller:
             state.complete_spill(pid, receipt.nbytes, force=force)
         if self._observer is not None:
             self._observer("serialize", middle - start, "seconds")
-            self._observer("disk-write", stop - middle, "seconds")
+        self._observe_write(receipt, stop - middle)
+
+    def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
+        """Write a value that never is in memory; see :meth:`gpuspill.manager.ProxifyManager.store_on_disk`."""
+        metadata = self._metadata
+        clock = metadata.clock
+        raw = len(header) + sum(map(frame_nbytes, frames))
+        with metadata as state:
+            metadata.forbid_nested("write to disk")
+            reservation = state.reserve_below(raw)
+            blocked, disk_limit = state.blocked, state.disk.limit
+        if reservation is None and blocked:
+            raise StorageError(errno.EAGAIN, f"{key!r} cannot be written: the disk refused {blocked} other values")
+        if reservation is None:
+            raise _over_quota(raw, disk_limit)
+        written: Receipt | None = None
+        try:
+            start = clock()
+            written = receipt = self._store.write(header, frames)
+            seconds = clock() - start
+            with metadata as state:
+                if metadata.closed:
+                    raise StorageError(errno.EBADF, f"the store was closed while {key!r} was written")
+                pid = state.settle_below(reservation, key, nbytes, receipt.nbytes)
+                if pid is None:
+                    raise _over_quota(receipt.nbytes, state.disk.limit)
+                metadata.slots.enter_below(pid, key, nbytes, receipt)
+                written = None  # it has an owner
+                self._count_write(receipt, raw, seconds)
+        finally:
+            with metadata as state:
+                state.release_below(reservation)
+            if written is not None:
+                self._store.delete(written)
+        self._observe_write(receipt, seconds)
+
+    def _count_write(self, receipt: Receipt, raw: int, seconds: float) -> None:
+        """Under the lock."""
+        totals = self._metadata.totals
+        totals["write"] += seconds
+        totals["written"] += receipt.nbytes
+        totals["raw"] += raw
+
+    def _observe_write(self, receipt: Receipt, seconds: float) -> None:
+        if self._observer is not None:
+            self._observer("disk-write", seconds, "seconds")
             self._observer("disk-write", 1, "count")
             self._observer("disk-write", receipt.nbytes, "bytes")
 
@@ -216,6 +261,13 @@ class Spiller:
                 return
             self._logged.add(what)
         logger.warning(message, *args)
+
+
+def _over_quota(nbytes: int, limit: int | None) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"a record of {nbytes:,} bytes does not fit in the disk limit of {limit:,} bytes "
+        "(distributed.worker.memory.max-spill)"
+    )
 
 
 def _is_for_caller(error: BaseException) -> bool:

@@ -209,11 +209,13 @@ class SpillState:
         return entry.pid
 
     def reserve_below(self, nbytes: int) -> Reservation | None:
-        """A record is going to be written of a value that never is in memory. Returns None if the quota forbids it.
+        """A record is going to be written of a value that never is in memory.
 
-        Ends in :meth:`settle_below` or :meth:`release_below`. Redundant records are given up first, if that is enough.
+        Returns None if the quota forbids it, or while values are blocked: a disk that refuses is not asked again by
+        each one that comes. Ends in :meth:`settle_below` or :meth:`release_below`. Redundant records are given up
+        first, if that is enough.
         """
-        if self._over_quota(nbytes):
+        if self._blocked or self._over_quota(nbytes):
             return None
         self._reclaim(nbytes)
         reservation = Reservation(Kind.TRANSFER, nbytes)

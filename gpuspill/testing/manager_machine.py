@@ -16,6 +16,7 @@ from gpuspill.core.residency import State
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.errors import DataLostError, StorageError, StorageFull
 from gpuspill.serialization import Encoded, PickleSerializer
+from gpuspill.storage.base import in_memory
 from gpuspill.testing.managers import Bench
 from gpuspill.testing.values import KINDS, Made
 from gpuspill.testing.walks import Steps, pick, walk
@@ -242,7 +243,7 @@ class ManagerEvents:
         made = self._make(kind)
         header, frames = PickleSerializer().dumps(KINDS[kind](made.number))
         self.kit.manager.store_encoded(
-            what.key, Encoded(header, [memoryview(bytearray(frame)) for frame in frames], 100)
+            what.key, Encoded(header, [memoryview(bytearray(in_memory(frame))) for frame in frames], 100)
         )
         self.model[what.key] = made
 

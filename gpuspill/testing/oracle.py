@@ -79,14 +79,15 @@ class Oracle(Model):
 
     def reserve_below(self, nbytes: int) -> Reservation | None:
         """See :meth:`SpillState.reserve_below`."""
-        before, free = self.disk_used, self.disk_free
+        before, free, blocked = self.disk_used, self.disk_free, self.state.blocked > 0
         reservation = self.state.reserve_below(nbytes)
         if reservation is not None:
             self.arriving[reservation] = nbytes
         self._judge()
         if reservation is None:
             assert self.disk_used == before, "records were given up for one that is not going to be written"
-        assert (reservation is None) == (free is not None and nbytes > free), f"{nbytes} bytes, {free} free on disk"
+        refused = blocked or (free is not None and nbytes > free)
+        assert (reservation is None) == refused, f"{nbytes} bytes, {free} free on disk, {blocked=}"
         return reservation
 
     def settle_below(self, reservation: Reservation, key: Hashable, nbytes: int, record: int) -> int | None:

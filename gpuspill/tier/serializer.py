@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
-from gpuspill.device.base import AllocationId, Device, DeviceError
+from gpuspill.device.base import Allocation, AllocationId, Device, DeviceError
 from gpuspill.errors import StorageError
 from gpuspill.serialization import Serialized
+from gpuspill.storage.base import FrameStream
 from gpuspill.tier.book import Book
 from gpuspill.tier.composites import DeviceObject, Families
 from gpuspill.tier.units import DeviceMemory
@@ -46,35 +48,45 @@ class DeviceSerializer:
         self._copier = Copier(device)
 
     def dumps(self, value: object) -> Serialized:
-        """Copy a unit to the host, and wait until it is there. Blocks. Its frame is its own, no alias.
+        """Return a unit's bytes as a stream: they are copied when it is read.
+
+        What is opaque is copied here, which blocks.
 
         Raises
         ------
         StorageError
-            The device reports an error, of this copy or of something before it. The unit stays where it is, and may be
-            tried again.
-        MemoryError
-            The host has no buffer.
+            The device reports an error. The unit stays where it is, and may be tried again.
         """
         if isinstance(value, DeviceObject):
             return self._dump_object(value)
         assert isinstance(value, DeviceMemory)
-        buffer = self._allocate(value.unit.nbytes)
+        return Serialized(str(value.unit.number).encode(), [_UnitStream(self, value.allocation)])
+
+    def read(self, allocation: Allocation) -> memoryview:
+        """Copy an allocation to host memory of its own."""
+        buffer = self._allocate(allocation.nbytes)
+        self._copy(allocation, partial(self._copier.to_host, allocation, buffer))
+        return buffer
+
+    def copy_to(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
+        """Copy an allocation in pieces, each of which `sink` is called with."""
+        self._copy(allocation, partial(self._copier.onward, allocation, sink))
+
+    def _copy(self, allocation: Allocation, copy: Callable[[], None]) -> None:
         problem: str | None = None
         try:
             # Whoever computed what is there did so on a stream that is not known here.
-            enqueued = self._device.fence(value.allocation)
+            enqueued = self._device.fence(allocation)
             if enqueued is None:
                 self._device.synchronize()
             else:
                 enqueued.wait()
-            self._copier.to_host(value.allocation, buffer)
+            copy()
         except DeviceError as error:
-            problem = f"could not copy {value.unit.nbytes} bytes from {self._device!r}: {error}"
+            problem = f"could not copy {allocation.nbytes} bytes from {self._device!r}: {error}"
         if problem is not None:
             # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
             raise StorageError(problem)
-        return Serialized(str(value.unit.number).encode(), [buffer])
 
     def _dump_object(self, memory: DeviceObject) -> Serialized:
         assert self._families is not None
@@ -126,3 +138,24 @@ class DeviceSerializer:
     def close(self) -> None:
         """Give pinned memory back. Idempotent."""
         self._copier.close()
+
+
+class _UnitStream(FrameStream):
+    """The bytes of a unit, on the device until somebody wants them.
+
+    Raises what is said for the stream, and MemoryError where the host has no buffer. An error that the device reports,
+    of this copy or of something before it, is a StorageError: the unit stays where it is, and may be tried again.
+    """
+
+    def __init__(self, serializer: DeviceSerializer, allocation: Allocation) -> None:
+        self.nbytes = allocation.nbytes
+        self._serializer = serializer
+        self._allocation = allocation
+
+    def copy_to(self, sink: Callable[[memoryview], object]) -> None:
+        """See :meth:`FrameStream.copy_to`."""
+        self._serializer.copy_to(self._allocation, sink)
+
+    def read(self) -> memoryview:
+        """See :meth:`FrameStream.read`."""
+        return self._serializer.read(self._allocation)

@@ -31,6 +31,8 @@ class TierStatistics:
         Bytes of objects of types that nobody knows, wherever they are: their size is what they claim.
     spills, restores
         Moves from the device, and back, so far.
+    direct_spills
+        The part of the moves from the device that went to disk without being in host memory.
     out_of_memory, out_of_memory_helped
         Times an allocation did not fit, and times something was freed for it.
     loop_io
@@ -48,6 +50,7 @@ class TierStatistics:
     lingering_nbytes: int
     estimated_nbytes: int
     spills: int
+    direct_spills: int
     restores: int
     out_of_memory: int
     out_of_memory_helped: int

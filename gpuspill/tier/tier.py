@@ -99,9 +99,10 @@ class DeviceTier:
         self._serializer = DeviceSerializer(
             device, self._book, BufferPool(0).allocate if allocate is None else allocate, families
         )
+        self._records = HostRecords(host)
         self.manager = ProxifyManager(
             limit=limit,
-            store=HostRecords(host),
+            store=self._records,
             serializer=self._serializer,
             sizeof=_sizeof,
             custody=self._book,
@@ -541,6 +542,7 @@ class DeviceTier:
             lingering_nbytes=statistics.offset_nbytes,
             estimated_nbytes=self._book.estimated_nbytes,
             spills=statistics.spills,
+            direct_spills=self._records.direct,
             restores=statistics.restores,
             out_of_memory=self._guard.calls,
             out_of_memory_helped=self._guard.helped,

@@ -209,10 +209,12 @@ def test_device_host_disk_and_back(driver, make, library, plan):
     values = [np.random.default_rng(i).random(n) for i, n in enumerate((1, 1000, MB // 8 + 1, 20 * MB // 8))]
     for i, host in enumerate(values):
         rig.put(i, {"value": [asarray(host)]})
-    for _ in range(2):
+    for host_limit in (None, 0):  # by way of the host's memory, and past it
+        rig.host.set_limit(host_limit, None)
         rig.to_disk()
         for i, host in enumerate(values):
             np.testing.assert_array_equal(asnumpy(rig.get(i)["value"][0]).ravel(), host)
+    assert rig.tier.statistics().direct_spills == len(values)
     rig.device.close()
 
 

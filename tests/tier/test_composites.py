@@ -245,8 +245,9 @@ def test_sizes_of_what_is_not_known_yet(rig):
     assert rig.tier.new_nbytes(opaque) == 0
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("kind", [Opaque, Named])
-def test_a_type_that_nobody_knows_is_sized_by_its_interface_and_moves_whole(rig, kind):
+def test_a_type_that_nobody_knows_is_sized_by_its_interface_and_moves_whole(rig, kind, full):
     value = kind([1.0, 2.0])
     rig.put("a", value)
     rig.put("b", [value])
@@ -255,9 +256,11 @@ def test_a_type_that_nobody_knows_is_sized_by_its_interface_and_moves_whole(rig,
     rig.to_host()
     assert rig.get("a") is value  # somebody has it
     del value
+    if full:
+        rig.host.set_limit(0, None)
     rig.to_disk()
     statistics = rig.tier.statistics()
-    assert (statistics.device_nbytes, statistics.estimated_nbytes) == (0, 8000)
+    assert (statistics.device_nbytes, statistics.estimated_nbytes, statistics.direct_spills) == (0, 8000, full)
     assert not rig.tier.is_ready(rig.keys["a"])
     found = rig.get("a")
     assert type(found) is kind

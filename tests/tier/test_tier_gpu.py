@@ -13,8 +13,8 @@ from gpuspill.device.gpu import GpuDevice
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
+from gpuspill.storage.files import FileStore
 from gpuspill.testing.fake_driver import FakeDriver
-from gpuspill.testing.stores import MemoryStore
 from gpuspill.tier import DeviceTier
 
 KB = 1024
@@ -40,11 +40,11 @@ class Adapter(SimulatedAdapter):
 
 
 class Rig:
-    def __init__(self, *, limit=None, staged=False, chunk=1000):
+    def __init__(self, directory, *, limit=None, staged=False, chunk=1000):
         self.simulated = SimulatedDevice(MEMORY, bandwidth=1e6, latency=1e-3, clock=ManualClock())
         self.driver = FakeDriver(self.simulated)
         self.device = GpuDevice(self.driver, plan=CopyPlan(chunk, staged))
-        self.disk = MemoryStore()
+        self.disk = FileStore(directory)
         self.host = ProxifyManager(limit=None, store=self.disk, serializer=PickleSerializer(), sizeof=lambda value: 100)
         self.adapter = Adapter(self.driver)
         self.tier = DeviceTier(self.device, self.host, limit=limit, registry=ArrayRegistry([self.adapter]))
@@ -78,11 +78,11 @@ class Rig:
 
 
 @pytest.fixture(params=[False, True], ids=["ordinary", "staged"])
-def make(request):
+def make(request, tmp_path):
     rigs = []
 
     def make(**options):
-        rig = Rig(staged=request.param, **options)
+        rig = Rig(tmp_path, staged=request.param, **options)
         rigs.append(rig)
         return rig
 
@@ -113,6 +113,22 @@ def test_views_share_memory_again_after_the_disk(rig):
     value["a"][3, 0] = -1.0
     assert asnumpy(value["b"][1])[0, 0] == -1
     assert rig.tier.statistics().device_nbytes == rig.device.statistics().live_bytes == 8000
+
+
+def test_straight_to_disk_when_the_host_is_full(rig):
+    array = asarray(np.arange(1000.0).reshape(20, 50)) + 1.0
+    rig.put("whole", {"a": array, "b": array[3:7, ::2]})
+    del array
+    rig.host.set_limit(0, None)
+    rig.to_disk()
+    assert rig.tier.statistics().direct_spills == 1
+    assert rig.host.memory_total() == rig.simulated.statistics().live_bytes == 0
+    assert rig.disk.statistics().payload_nbytes == 8000
+    assert rig.device.statistics().pinned_bytes == 2000  # two pieces, whatever is faster to ordinary memory
+    value = rig.get("whole")
+    np.testing.assert_array_equal(asnumpy(value["a"]), np.arange(1000.0).reshape(20, 50) + 1)
+    value["a"][3, 0] = -1.0
+    assert asnumpy(value["b"])[0, 0] == -1
 
 
 def test_what_came_back_can_leave_again(rig):
