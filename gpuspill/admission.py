@@ -35,6 +35,8 @@ class Admission:
         The part of the promise that is for the output, in bytes.
     asked_at
         When it was asked for, by the manager's clock.
+    awaited
+        Whether somebody ever waited for it, or asked to be told.
 
     Notes
     -----
@@ -50,6 +52,7 @@ class Admission:
         "_manager",
         "_released",
         "asked_at",
+        "awaited",
         "output_nbytes",
         "outputs",
         "pids",
@@ -71,6 +74,7 @@ class Admission:
         self.pids = pids
         self.output_nbytes = output_nbytes
         self.asked_at = asked_at
+        self.awaited = False
         self._released = False
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -102,6 +106,7 @@ class Admission:
         with self._lock:
             if self.granted or self._released:
                 return True
+            self.awaited = True
             if self._event is None:
                 self._event = threading.Event()
             event = self._event
@@ -116,6 +121,7 @@ class Admission:
         """
         with self._lock:
             if not (self.granted or self._released):
+                self.awaited = True
                 self._callbacks.append(callback)
                 return
         callback()

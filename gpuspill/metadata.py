@@ -148,7 +148,8 @@ class Metadata:
             for reservation in effects.granted:
                 admission = self.admissions.pop(reservation, None)
                 if admission is not None:
-                    self.totals["wait"] += self.clock() - admission.asked_at
+                    if admission.awaited:
+                        self.totals["wait"] += self.clock() - admission.asked_at
                     granted.append(admission)
             deferred, self._deferred = self._deferred, []
         finally:

@@ -130,15 +130,21 @@ def test_times_are_those_of_the_clock(kit):
     assert stats.written_nbytes == stats.read_nbytes == stats.disk_nbytes > 0
 
 
-def test_the_time_that_somebody_waited():
+@pytest.mark.parametrize("awaited", [True, False])
+def test_the_time_that_somebody_waited(awaited):
+    """Not of those who go on whether there is room or not, as tasks do if admission is off."""
     kit = Bench(100)
     kit.manager.store("a", Thing())
     kit.store.hook = lambda operation, when: kit.clock.advance(5)
     admission = kit.manager.admit("out", (), 50)
+    told = []
+    if awaited:
+        admission.add_done_callback(lambda: told.append(True))
     kit.clock.advance(1)
     kit.engine.spill_all()
     assert admission.granted
-    assert kit.manager.statistics().wait_seconds == 11
+    assert kit.manager.statistics().wait_seconds == (11 if awaited else 0)
+    assert told == [True] * awaited
     admission.release()
     kit.close()
 
