@@ -22,6 +22,8 @@ logger = logging.getLogger("gpuspill")
 
 #: Seconds between two looks at what somebody held: first, and at most. A look costs microseconds.
 _HELD = (0.01, 0.2)
+#: How many of those values are looked at again at a time.
+_HELD_AT_A_TIME = 1000
 #: Seconds between two attempts to write what could not be written: first, and at most. An attempt serialises a value
 #: and may write most of it.
 _BLOCKED = (0.25, 4.0)
@@ -92,17 +94,20 @@ class Spiller:
         if state.relieved != self._relieved:
             self._relieved = state.relieved
             self._blocked.relent(now)
+        held = blocked = 0
         if state.held:
             pause = self._held.left(now)
             if pause <= 0:
                 self._held.start(now)
-                state.retry_held()
+                held = _HELD_AT_A_TIME
         if state.blocked:
             left = self._blocked.left(now)
             pause = min(pause, left)
             if left <= 0:
                 self._blocked.start(now)
-                state.retry_blocked(_PROBES)
+                blocked = _PROBES
+        if held or blocked:
+            state.retry(held, blocked)
         return max(0.0, pause)
 
     def spill(self, pid: int, *, force: bool = False) -> None:

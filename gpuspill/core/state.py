@@ -515,39 +515,31 @@ class SpillState:
             entry.leaving += more
         entry.nbytes = nbytes
 
-    def retry(self, count: int = 1000) -> None:
+    def retry(self, held: int = 1000, blocked: int = 1000) -> None:
         """Consider again what was set aside: the outside world may have let go of it, or the disk may have room.
 
         Parameters
         ----------
-        count
-            How many of each kind at most, longest set aside first, so that a call stays short with
-            any number of values.
+        held, blocked
+            How many at most of those that somebody held, and of those that could not be written, longest
+            set aside first, so that a call stays short with any number of values.
         """
-        self.retry_held(count)
-        self.retry_blocked(count)
-
-    def retry_held(self, count: int = 1000) -> None:
-        """As :meth:`retry`, but only what somebody held."""
-        for pid in list(itertools.islice(self._held, count)):
+        for pid in list(itertools.islice(self._held, held)):
             del self._held[pid]
             self._classify(self.ledger.entries[pid])
-        self._balance()
-
-    def retry_blocked(self, count: int = 1000) -> None:
-        """As :meth:`retry`, but only what could not be written."""
-        for pid in list(itertools.islice(self._blocked, count)):
+        for pid in list(itertools.islice(self._blocked, blocked)):
             self._unblock(pid)
+        # Once: between the two, those who wait would be let go although there are candidates again.
         self._balance()
 
     @property
     def held(self) -> int:
-        """Number of values that :meth:`retry_held` would consider again."""
+        """Number of values that are set aside because somebody held them."""
         return len(self._held)
 
     @property
     def blocked(self) -> int:
-        """Number of values that :meth:`retry_blocked` would consider again."""
+        """Number of values that are set aside because they could not be written."""
         return len(self._blocked)
 
     @property

@@ -1,0 +1,27 @@
+"""Decisions of the core that random walks found wrong once, one at a time."""
+
+from gpuspill.core.budget import Kind
+from gpuspill.core.state import SpillState
+
+
+def test_who_waits_is_not_let_go_between_two_kinds_of_candidates():
+    """What somebody holds turns out to be of no use, but what could not be written before may go now."""
+    held = set()
+    state = SpillState(limit=100, held=held.__contains__)
+    refused = state.insert("refused", 60)
+    assert state.next_spill(force=True) == refused
+    state.fail_spill(refused, forever=False)
+    candidate = state.insert("candidate", 60)
+    waiting = state.reserve(30, Kind.TASK)
+    assert not waiting.granted
+    held.add(candidate)
+    state.retry()
+    assert not waiting.granted
+    assert state.counters.overruns == 0
+    state.validate()
+    assert state.next_spill() == refused
+    state.reserve_record(refused, 60)
+    state.complete_spill(refused, 60)
+    state.validate()
+    assert waiting.granted
+    assert not waiting.overrun
