@@ -194,7 +194,7 @@ class Spiller:
         if reservation is None and blocked:
             raise StorageError(errno.EAGAIN, f"{key!r} cannot be written: the disk refused {blocked} other values")
         if reservation is None:
-            raise _over_quota(raw, disk_limit)
+            raise _over_quota(raw, disk_limit, metadata.disk_limit_from)
         written: Receipt | None = None
         try:
             start = clock()
@@ -205,7 +205,7 @@ class Spiller:
                     raise StorageError(errno.EBADF, f"the store was closed while {key!r} was written")
                 pid = state.settle_below(reservation, key, nbytes, receipt.nbytes)
                 if pid is None:
-                    raise _over_quota(receipt.nbytes, state.disk.limit)
+                    raise _over_quota(receipt.nbytes, state.disk.limit, metadata.disk_limit_from)
                 metadata.slots.enter_below(pid, key, nbytes, receipt)
                 written = None  # it has an owner
                 self._count_write(receipt, raw, seconds)
@@ -268,11 +268,8 @@ class Spiller:
         logger.warning(message, *args)
 
 
-def _over_quota(nbytes: int, limit: int | None) -> QuotaExceeded:
-    return QuotaExceeded(
-        f"a record of {nbytes:,} bytes does not fit in the disk limit of {limit:,} bytes "
-        "(distributed.worker.memory.max-spill)"
-    )
+def _over_quota(nbytes: int, limit: int | None, named: str) -> QuotaExceeded:
+    return QuotaExceeded(f"a record of {nbytes:,} bytes does not fit in the disk limit of {limit:,} bytes ({named})")
 
 
 def _is_for_caller(error: BaseException) -> bool:

@@ -103,7 +103,7 @@ def test_the_quota_is_asked_before_anything_is_read():
     with bench(disk_limit=200) as kit:
         stream = Pieces(b"x" * 100, b"x" * 101)
         stream.between = lambda number: pytest.fail("a piece was asked for")
-        with pytest.raises(QuotaExceeded, match=r"max-spill"):
+        with pytest.raises(QuotaExceeded, match=r"of 200 bytes \(disk_limit\)"):
             kit.manager.store_on_disk("a", b"", [stream], 201)
         assert "a" not in kit.manager
         kit.manager.store_on_disk("a", b"", [Pieces(b"x" * 100)], 100)
