@@ -29,6 +29,8 @@ __all__ = ["Restorer"]
 
 logger = logging.getLogger("gpuspill")
 
+_VALUE, _IS_LOST = "the value of ", " is lost: "
+
 
 class Restorer:
     """Reads records on behalf of a manager.
@@ -469,4 +471,7 @@ class Restorer:
 
 def _lost(key: Hashable, reason: str) -> DataLostError:
     """Return the error for whoever asked for `key`, which may be one of several that held the value."""
-    return DataLostError(f"the value of {key!r} is lost: {reason}", key)
+    before, found, rest = reason.partition(_IS_LOST)
+    if found and before.startswith(_VALUE):  # said already, to somebody who asked on behalf of this one
+        reason = rest
+    return DataLostError(f"{_VALUE}{key!r}{_IS_LOST}{reason}", key)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gpuspill.errors import DataLostError, ManagerClosed, StorageError
+from gpuspill.errors import DataLostError, ManagerClosed, RecordLost, StorageError
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import Encoded, PickleSerializer, Serialized
 from gpuspill.storage.base import Store
@@ -469,3 +469,21 @@ def test_many_threads_read_export_and_evict() -> None:
     statistics = kit.manager.statistics()
     assert (statistics.pinned_nbytes, statistics.reserved_nbytes, statistics.waiting) == (0, 0, 0)
     kit.manager.close()
+
+
+def test_a_loss_is_told_once_whoever_asked_for_whom(kit: Kit) -> None:
+    kit.manager.store("x", value())
+    kit.manager.evict_all()
+
+    def gone(*args: object) -> None:
+        raise RecordLost("the file is gone")
+
+    kit.store.read = gone  # type: ignore[method-assign]
+    pins = kit.manager.pin(["x"])
+    with pytest.raises(DataLostError) as caught:
+        kit.manager.export(pins).result(TIMEOUT)
+    assert str(caught.value) == "the value of 'x' is lost: the file is gone"
+    with pytest.raises(DataLostError) as caught:
+        kit.manager.get("x")
+    assert str(caught.value) == "the value of 'x' is lost: the file is gone"
+    pins.release()

@@ -14,7 +14,7 @@ from distributed import Client
 from gpuspill.config import Settings
 from gpuspill.distributed import internals
 from gpuspill.distributed.devices import device_limit
-from gpuspill.distributed.metrics import ask_workers
+from gpuspill.distributed.metrics import ask_workers, require_pandas
 from gpuspill.errors import ConfigError, GpuspillError
 from gpuspill.legacy import answer_once, answers
 from gpuspill.origins import configured_files, origins
@@ -93,7 +93,13 @@ def settings(client: Any) -> Any:
         ``in_force`` (what it comes to on this worker: bytes, a path, a name) and ``origin`` (``"default"``,
         ``"keyword"``, ``"configuration"`` or the name of an environment variable). Workers without gpuspill have no
         rows; if that is all of them, a warning is logged, once. From an asynchronous client: an awaitable of it.
+
+    Raises
+    ------
+    ImportError
+        pandas is not installed here. ``gpuspill config ADDRESS`` shows the same without it.
     """
+    require_pandas("gpuspill.settings")
     return ask_workers(client, settings_of_worker, _frame)
 
 
@@ -184,8 +190,7 @@ def _merged(alike: list[Rows]) -> Rows:
 
 
 def _frame(answers: dict[str, Rows | None]) -> Any:
-    import pandas as pd
-
+    pd = require_pandas("gpuspill.settings")
     rows = {(address, name): row for address, found in answers.items() for name, row in (found or {}).items()}
     index = pd.MultiIndex.from_tuples(rows, names=["worker", "option"])
     return pd.DataFrame(list(rows.values()), index=index, columns=["value", "in_force", "origin"], dtype=object)

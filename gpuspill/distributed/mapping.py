@@ -300,6 +300,13 @@ class SpillStore(MutableMapping[Hashable, object]):
         if now < self._warn_after:
             return
         self._warn_after = now + _WARN_INTERVAL
+        if isinstance(key, _ParkedKey):
+            logger.warning(
+                "A parked value was read on the event loop while it was on disk, which stops the worker until it is "
+                "read. Open the handle in a task that is no coroutine, or in a thread (await asyncio.to_thread(...)). "
+                "Further reads like this are only counted."
+            )
+            return
         logger.warning(
             "worker.data[%r] was read on the event loop while the value was on disk, which stops the worker until it "
             "is read. Await worker.data.async_get([key]) instead, or read it in a task. "

@@ -124,8 +124,8 @@ class MemoryFollower:
     pool go back and forth between values and idleness, and a new value may arrive before an old one's buffer is back:
     what was idle at most in the last :attr:`REMEMBERED` calls is room that the process will need again.
 
-    When much was evicted and the process is still too large, memory that was freed may not have gone back to the
-    system: allocators keep fragments. Then the allocators are asked to return it, and if that was not enough, the
+    When much was evicted or deleted and the process is still too large, memory that was freed may not have gone back to
+    the system: allocators keep fragments. Then the allocators are asked to return it, and if that was not enough, the
     garbage collector runs, both on another thread and both rarely.
     """
 
@@ -133,7 +133,7 @@ class MemoryFollower:
     REMEMBERED = 20
     #: Most room to leave for that, as a share of the worker's memory.
     POOL_SHARE = 1 / 16
-    #: Evicted bytes that the process must have failed to shrink by before allocators are asked; asking is not free.
+    #: Bytes that left and by which the process did not shrink, before allocators are asked; asking is not free.
     TRIM_AFTER_NBYTES = 32 * 2**20
     #: Seconds between two requests to the allocators.
     TRIM_INTERVAL = 2.0
@@ -167,6 +167,8 @@ class MemoryFollower:
         self._idle_peaks: deque[int] = deque(maxlen=self.REMEMBERED)
         self._trimmed_at = -float("inf")
         self._evicted_at_trim = 0
+        self._accounted_before = 0
+        self._deleted = 0  # bytes by which what is accounted for became less since then
         self._collect_after = -float("inf")
         self._busy = False
 
@@ -178,7 +180,10 @@ class MemoryFollower:
                 self._set_offset(0)
             return
         process = self._process_memory()
-        offset = self.thresholds.offset(process + self._swing(), self._accounted())
+        accounted = self._accounted()
+        self._deleted += max(0, self._accounted_before - accounted)
+        self._accounted_before = accounted
+        offset = self.thresholds.offset(process + self._swing(), accounted)
         if offset != self.offset:
             self.offset = offset
             self._set_offset(offset)
@@ -203,8 +208,9 @@ class MemoryFollower:
         evicted = self._evicted()
         if now - self._trimmed_at < self.TRIM_INTERVAL:
             return
-        if evicted - self._evicted_at_trim >= self.TRIM_AFTER_NBYTES:
-            self._trimmed_at, self._evicted_at_trim = now, evicted
+        # What was evicted counts twice if nothing came in its place; what was deleted, or parked and given up, once.
+        if max(evicted - self._evicted_at_trim, self._deleted) >= self.TRIM_AFTER_NBYTES:
+            self._trimmed_at, self._evicted_at_trim, self._deleted = now, evicted, 0
             self._start(self._trim)
         elif self._trimmed_at > -float("inf") and now >= self._collect_after:
             self._trimmed_at = now

@@ -25,7 +25,7 @@ from gpuspill.legacy import answer_once
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
 
-__all__ = ["LABELS", "WAIT", "Metrics", "ask_workers", "heartbeat", "statistics"]
+__all__ = ["LABELS", "WAIT", "Metrics", "ask_workers", "heartbeat", "require_pandas", "statistics"]
 
 #: What distributed's ``SpillBuffer`` reports; its consumers know these labels.
 LABELS = frozenset(
@@ -96,8 +96,25 @@ def statistics(client: Any) -> Any:
         A row a worker (the index holds the addresses), a column for each attribute of
         :class:`~gpuspill.snapshot.Statistics`. Workers without gpuspill have no row; if that is all of them, a warning
         is logged, once. From an asynchronous client: an awaitable of it.
+
+    Raises
+    ------
+    ImportError
+        pandas is not installed here.
     """
+    require_pandas("gpuspill.statistics")
     return ask_workers(client, _statistics_of_worker, _frame)
+
+
+def require_pandas(who: str) -> Any:
+    """Return pandas, which is no requirement; an ImportError that says who wants it if it is not installed."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(
+            f"{who} returns a pandas.DataFrame, and pandas cannot be imported here ({error}): pip install pandas"
+        ) from error
+    return pandas
 
 
 def ask_workers(client: Any, question: Callable[[Any], Any], combine: Callable[[dict[str, Any]], Any]) -> Any:
@@ -133,9 +150,9 @@ def _statistics_of_worker(dask_worker: Any) -> dict[str, float | None] | None:
 
 
 def _frame(answers: dict[str, dict[str, float | None] | None]) -> Any:
-    import pandas as pd
-
     from gpuspill.snapshot import Statistics
+
+    pd = require_pandas("gpuspill.statistics")
 
     rows = {address: row for address, row in answers.items() if row is not None}
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(Statistics.__slots__))

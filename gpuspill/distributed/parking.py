@@ -57,7 +57,7 @@ def proxify(value: Any) -> Parked:
 
 
 def unproxify(value: Any) -> Any:
-    """Return a value with each handle in it, also in containers, replaced by what it stands for.
+    """Return a value with each handle in it, also in containers and in other handles, replaced by what it stands for.
 
     Blocks while that is read, in the calling thread.
 
@@ -66,7 +66,7 @@ def unproxify(value: Any) -> Any:
     DataLostError
         It was on disk and cannot be read back.
     """
-    return replace(value, lambda item: item.resolve() if isinstance(item, Parked) else item)
+    return replace(value, lambda item: unproxify(item.resolve()) if isinstance(item, Parked) else item)
 
 
 def _identity(value: Any) -> Any:

@@ -49,7 +49,7 @@ class Parcel:
         self.values: dict[Any, Any] = {}
 
     async def fill(
-        self, keys: Iterable[Any], form: Form, type_of: Callable[[Any], type | None], *, copied: bool
+        self, keys: Iterable[Any], form: Form, type_of: Callable[[Any], type | None], *, borrow: bool
     ) -> None:
         """Pin the values of `keys` and get ready what to send. After a failure or a cancellation, release it.
 
@@ -61,8 +61,8 @@ class Parcel:
             What to send for a value that is not in memory.
         type_of
             Returns the type of the value of a key, if it is known.
-        copied
-            Whether the receiver gets a copy of what is sent, as over any network.
+        borrow
+            Whether nobody but the system looks at what is sent as bytes: then it may lie in memory that is the file's.
 
         Raises
         ------
@@ -75,8 +75,7 @@ class Parcel:
         if missing:
             await self._window.take(missing)
             self._taken = missing
-        borrow = copied and form != "value"
-        exported = await asyncio.wrap_future(manager.export(self._pins, borrow=borrow))
+        exported = await asyncio.wrap_future(manager.export(self._pins, borrow=borrow and form != "value"))
         for key, value in exported.items():
             if not isinstance(value, Encoded):
                 self.values[key] = value
@@ -107,7 +106,7 @@ async def pack(
     type_of: Callable[[Any], type | None],
     substitute: Callable[[DataLostError], LostValue] | None,
     *,
-    copied: bool,
+    borrow: bool,
 ) -> Parcel:
     """Get ready what is there of `keys`.
 
@@ -119,7 +118,7 @@ async def pack(
     while True:
         parcel = Parcel(store.manager, attachment.window, store.tier)
         try:
-            await parcel.fill((key for key in keys if key not in lost), form, type_of, copied=copied)
+            await parcel.fill((key for key in keys if key not in lost), form, type_of, borrow=borrow)
             parcel.values |= lost
             if store.has_lost_values:
                 for key in [key for key, value in parcel.values.items() if isinstance(value, LostValue)]:

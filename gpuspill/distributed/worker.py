@@ -344,7 +344,7 @@ async def _pack(worker: Any, comm: Any, keys: Collection[Any], who: str | None, 
         form,
         partial(_known_type, worker),
         _substitute_for(comm, who),
-        copied=not _same_process(comm),
+        borrow=_sent_by_system(comm),
     )
 
 
@@ -360,6 +360,11 @@ def _form_for(comm: Any, serializers: Collection[str] | None) -> Form:
     if speaks_gpuspill(comm):
         return "wire"
     return "value" if _same_process(comm) else "serialized"
+
+
+def _sent_by_system(comm: Any) -> bool:
+    """Whether only the system reads the bytes, and says so if it cannot. To encrypt them, this process would."""
+    return str(comm.peer_address).startswith("tcp://")
 
 
 def _same_process(comm: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import dask
 import pytest
@@ -208,3 +209,10 @@ def test_no_scheduler_is_one_line(scheduler, message):
     assert found.exit_code == 2
     (line,) = found.output.splitlines()
     assert line.startswith(f"gpuspill: {scheduler}: {message}")
+
+
+@pytest.mark.parametrize("ask", [gpuspill.statistics, gpuspill.settings])
+def test_without_pandas_it_says_so_before_it_asks(monkeypatch, ask):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=rf"gpuspill.{ask.__name__} returns a pandas.DataFrame.*pip install pandas"):
+        ask(None)

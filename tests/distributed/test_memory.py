@@ -175,6 +175,24 @@ def test_allocators_are_asked_when_spilling_does_not_help():
     assert not rig.work  # no need
 
 
+def test_allocators_are_asked_when_what_was_deleted_does_not_come_back():
+    """A worker that could not spill was paused; now its values are gone, and it must not stay so."""
+    rig = Rig()
+    rig.process, rig.accounted = int(0.8 * G), MemoryFollower.TRIM_AFTER_NBYTES
+    rig.follower.update()
+    assert not rig.work
+    rig.accounted -= MemoryFollower.TRIM_AFTER_NBYTES - 1
+    rig.follower.update()
+    assert not rig.work
+    rig.accounted -= 1
+    rig.follower.update()
+    assert len(rig.work) == 1
+    rig.run()
+    rig.now += MemoryFollower.TRIM_INTERVAL
+    rig.follower.update()  # that was that; what helps now is another matter
+    assert rig.follower._deleted == 0
+
+
 def test_garbage_is_collected_when_trimming_does_not_help(monkeypatch):
     collections = []
     monkeypatch.setattr("gc.collect", lambda: collections.append(1))

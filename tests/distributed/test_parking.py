@@ -120,6 +120,7 @@ async def test_handles_in_containers(c, s, a):
         manager().evict_all()
         found = gpuspill.unproxify(handles)
         assert gpuspill.unproxify(5) == 5
+        assert gpuspill.unproxify(gpuspill.proxify({"in": [gpuspill.proxify(7)]})) == {"in": [7]}
         assert gpuspill.proxify(handles["x"]) is handles["x"]
         return found["x"].sum(), found["y"]
 

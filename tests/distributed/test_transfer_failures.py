@@ -70,7 +70,7 @@ async def test_giving_up_while_it_is_read(form):
         (x,) = await spilled(c, a)
         gate = gated_reads(a)
         async with opened(gate):
-            packing = asyncio.create_task(pack(a, attached(a), [x.key], form, no_type, None, copied=True))
+            packing = asyncio.create_task(pack(a, attached(a), [x.key], form, no_type, None, borrow=True))
             await arrived(gate)
             assert attached(a).window.used > 0
             assert a.data.manager._metadata.state.ledger.keys[x.key].residency.pins == 1
@@ -91,7 +91,7 @@ async def test_giving_up_in_the_line():
         gate = gated_reads(a)
         async with opened(gate):
             first, second, third = (
-                asyncio.create_task(pack(a, attached(a), [key], "wire", no_type, None, copied=True))
+                asyncio.create_task(pack(a, attached(a), [key], "wire", no_type, None, borrow=True))
                 for key in (x.key, y.key, y.key)
             )
             await arrived(gate)
@@ -123,7 +123,7 @@ async def test_giving_up_while_it_is_decoded(monkeypatch):
 
         monkeypatch.setattr(serializer, "loads", gated)
         async with opened(gate):
-            packing = asyncio.create_task(pack(a, attached(a), [x.key], "value", no_type, None, copied=True))
+            packing = asyncio.create_task(pack(a, attached(a), [x.key], "value", no_type, None, borrow=True))
             await arrived(gate)
             packing.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -140,7 +140,7 @@ async def test_the_window_bounds_what_is_read():
         gate = gated_reads(a)
         async with opened(gate):
             packings = [
-                asyncio.create_task(pack(a, attached(a), [x.key], "wire", no_type, None, copied=True)) for x in xs
+                asyncio.create_task(pack(a, attached(a), [x.key], "wire", no_type, None, borrow=True)) for x in xs
             ]
             await arrived(gate, 2)
             assert window.used <= window._limit
