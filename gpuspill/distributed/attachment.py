@@ -224,7 +224,7 @@ class Attachment:
         That is no more than what leaves the process well below the point at which distributed pauses the worker.
         """
         lately = self.window.lately()
-        if not lately:
+        if not (lately or self.window.used):
             return 0
         pool = self.store.pool
         idle = 0 if pool is None else pool.statistics().idle_nbytes

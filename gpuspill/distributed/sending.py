@@ -70,12 +70,15 @@ class Parcel:
             One of them is lost.
         """
         manager = self._manager
+        borrow = borrow and form != "value"  # what is decoded stays with the receiver
         self._pins = manager.pin(keys)
         missing = manager.missing_nbytes(self._pins)
         if missing:
             await self._window.take(missing)
             self._taken = missing
-        exported = await asyncio.wrap_future(manager.export(self._pins, borrow=borrow and form != "value"))
+            if not borrow:
+                self._window.buffered()
+        exported = await asyncio.wrap_future(manager.export(self._pins, borrow=borrow))
         for key, value in exported.items():
             if not isinstance(value, Encoded):
                 self.values[key] = value

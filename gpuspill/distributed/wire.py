@@ -129,9 +129,13 @@ class Window:
         """Bytes under way."""
         return self._used
 
+    def buffered(self) -> None:
+        """Note that what is under way is read into buffers, which will be used again. Not if it is mapped."""
+        self._lately = max(self._lately, self._used)
+
     def lately(self) -> int:
-        """Bytes that were under way at a time not long ago: halves about every ten calls unless more are under way."""
-        self._lately = max(self._used, self._lately * 15 // 16)
+        """Bytes in buffers that were under way at a time not long ago: halves about every ten calls."""
+        self._lately = self._lately * 15 // 16
         return self._lately
 
     def _fits(self, nbytes: int) -> bool:

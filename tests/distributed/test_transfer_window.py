@@ -153,3 +153,20 @@ async def test_all_give_up_at_once():
     assert window.used == 0
     await line.ask(10)
     assert window.used == 10
+
+
+@gen_test()
+async def test_only_buffers_are_remembered_when_they_are_written():
+    """Memory of the file goes when it is written. Buffers stay, to be used again."""
+    window = Window(1000)
+    await window.take(400)
+    window.give_back(400)
+    assert window.lately() == 0
+    await window.take(320)
+    window.buffered()
+    window.give_back(320)
+    assert window.lately() == 300
+    remembered = [window.lately() for _ in range(200)]
+    assert remembered == sorted(remembered, reverse=True)
+    assert remembered[10] < 160
+    assert remembered[-1] == 0
