@@ -140,12 +140,7 @@ class Book:
         Unit
             The unit of the allocation.
         """
-        try:
-            watch = Watch(memory.keeper, self._gone.append, memory.identity)
-        except TypeError:
-            # It cannot be watched. What is known is given up when the unit leaves; that it lingers goes unnoticed.
-            watch = Watch(memory, self._gone.append, memory.identity)
-        memory.watch = watch
+        watch = memory.watch or self.watch(memory)
         with self._lock:
             if unless_known:
                 known = self.join(memory.identity)
@@ -153,8 +148,20 @@ class Book:
                     return known
                 memory.unit.references += 1
             self._known[memory.identity] = _Entry(memory.unit, watch, weakref.ref(memory))
-            self._left.pop(memory.identity, None)
+            left = self._left.get(memory.identity)
+            if left is not None and left.watch is not watch:  # else it has left again already
+                del self._left[memory.identity]
         return memory.unit
+
+    def watch(self, memory: DeviceMemory) -> Watch:
+        """Notice from now on when the memory is gone, or leaves while somebody has it. Before anybody can evict it."""
+        try:
+            watch = Watch(memory.keeper, self._gone.append, memory.identity)
+        except TypeError:
+            # It cannot be watched. What is known is given up when the unit leaves; that it lingers goes unnoticed.
+            watch = Watch(memory, self._gone.append, memory.identity)
+        memory.watch = watch
+        return watch
 
     # -- composites and opaque objects -------------------------------------------------------------
 

@@ -262,6 +262,7 @@ class DeviceTier:
             new = self._book.create(found.identity.nbytes, estimated=found.estimated)
             memory = DeviceMemory(new, allocation, found.owner)
             self._note(new, array, found)  # in use: it stays here until the walk is over
+            self._book.watch(memory)
             # Before it can be found by others. No lock is held, so another thread may do the same.
             self.manager.store(new, memory, new.nbytes)
             unit = self._book.enter(memory, unless_known=True)

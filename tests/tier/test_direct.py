@@ -362,7 +362,8 @@ def test_a_disk_that_stays_full(make, monkeypatch):
         fail_nth(patch, os, "writev", 0, lambda: OSError(errno.ENOSPC, "full"))
         for number in range(12):
             rig.put(number, asarray(numbers(number)))
-        assert rig.records() == []
+        # A spill thread may be trying again at this moment.
+        assert [name for name in rig.records() if not name.endswith(".part")] == []
         assert rig.statistics().direct_spills == 0
         for number in range(12):
             np.testing.assert_array_equal(asnumpy(rig.get(number)), numbers(number))
