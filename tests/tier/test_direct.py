@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 import tracemalloc
 
 import numpy as np
@@ -76,6 +77,15 @@ class Rig:
         assert deleted.wait(60)
         return sorted(set(os.listdir(self.files.path)) - {"lock"})
 
+    def rest(self):
+        """Want no more room, and wait until what is on its way has arrived."""
+        self.host.set_limit(None, None)
+        self.tier.manager.set_limit(None, None)
+        deadline = time.monotonic() + 60
+        while self.files.statistics().reserved_nbytes or self.host._metadata.state.spilling:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
     def check(self):
         self.tier.validate()
         self.host.validate()
@@ -108,6 +118,7 @@ def make(tmp_path):
     yield make
     for rig, context in reversed(rigs):
         if not rig.host._metadata.closed:
+            rig.rest()
             rig.check()
         rig.close()
         context.__exit__(None, None, None)
