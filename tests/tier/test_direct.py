@@ -18,6 +18,7 @@ from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.stores import Gate, GatedStore
 from gpuspill.tier import DeviceTier
+from tests.threads import in_thread
 
 PIECE = 800
 UNIT = 5 * PIECE
@@ -404,28 +405,6 @@ def test_a_device_that_fails_keeps_the_unit(rig, monkeypatch):
 
 
 # -- in the middle ----------------------------------------------------------------------------------------
-
-
-def in_thread(function, *args):
-    outcome = {}
-
-    def run():
-        try:
-            outcome["value"] = function(*args)
-        except Exception as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def join():
-        thread.join(60)
-        assert not thread.is_alive()
-        if "error" in outcome:
-            raise outcome["error"]
-        return outcome.pop("value")
-
-    return join
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from gpuspill.serialization import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import Gate, GatedStore, MemoryStore
 from gpuspill.tier import DeviceTier, Internal, Skeleton
+from tests.threads import in_thread
 
 KB = 1024
 
@@ -538,28 +539,6 @@ def test_closing(rig):
 
 
 # -- one allocation, several threads: each order made to happen ----------------------------------------
-
-
-def in_thread(function, *args):
-    outcome = {}
-
-    def run():
-        try:
-            outcome["value"] = function(*args)
-        except Exception as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def join():
-        thread.join(60)
-        assert not thread.is_alive()
-        if "error" in outcome:
-            raise outcome["error"]
-        return outcome.pop("value")
-
-    return join
 
 
 class Gates:
