@@ -19,7 +19,7 @@ from gpuspill.errors import GpuspillError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gpuspill.bench.report import Result
+    from gpuspill.bench.job import Job
 
 __all__ = ["gpuspill", "main"]
 
@@ -144,7 +144,7 @@ def persist_sum(
     json_path: Path | None,
 ) -> None:
     """Persist a random array larger than memory, then sum it twice."""
-    from gpuspill.bench.persist_sum import PersistSum, benchmark
+    from gpuspill.bench.persist_sum import PersistSum
 
     job = PersistSum(
         limit=limit,
@@ -155,7 +155,7 @@ def persist_sum(
         compressible=compressible,
         delay=delay,
     )
-    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+    _measure(job, arms, repeat, json_path)
 
 
 @bench.command()
@@ -173,10 +173,10 @@ def persist_sum(
 @JSON_OPTION
 def tiny(arms: str, repeat: int, tasks: int, mode: str, nthreads: int, json_path: Path | None) -> None:
     """Run trivial tasks that need no spilling: what a task costs."""
-    from gpuspill.bench.tiny import Tiny, benchmark
+    from gpuspill.bench.tiny import Tiny
 
     job = Tiny(tasks=tasks, mode=mode, threads=nthreads)
-    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+    _measure(job, arms, repeat, json_path)
 
 
 @bench.command()
@@ -192,7 +192,7 @@ def tiny(arms: str, repeat: int, tasks: int, mode: str, nthreads: int, json_path
 @JSON_OPTION
 def keys(arms: str, repeat: int, sizes: str, value: int, json_path: Path | None) -> None:
     """Time the operations of a store that holds more and more small keys."""
-    from gpuspill.bench.keys import Keys, benchmark
+    from gpuspill.bench.keys import Keys
 
     try:
         numbers = sorted(int(size) for size in sizes.split(","))
@@ -200,7 +200,7 @@ def keys(arms: str, repeat: int, sizes: str, value: int, json_path: Path | None)
         raise click.BadParameter(
             f"{sizes!r} is no list of numbers; write it like 1000,10000", param_hint="--sizes"
         ) from None
-    _finish(benchmark(Keys(numbers, value), arms, repeat, progress=_progress), json_path)
+    _measure(Keys(numbers, value), arms, repeat, json_path)
 
 
 @bench.command()
@@ -229,10 +229,10 @@ def transfer(
     json_path: Path | None,
 ) -> None:
     """Let a worker with more data than memory hand all of it to a peer."""
-    from gpuspill.bench.transfer import Transfer, benchmark
+    from gpuspill.bench.transfer import Transfer
 
     job = Transfer(limit=limit, ratio=ratio, chunk=chunk, threads=nthreads, peer=peer)
-    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+    _measure(job, arms, repeat, json_path)
 
 
 @bench.command()
@@ -249,10 +249,10 @@ def transpose(
     arms: str, repeat: int, limit: int, ratio: float, chunk: int, nthreads: int, json_path: Path | None
 ) -> None:
     """Persist a random array larger than memory on two workers, then compute (a + a.T).mean()."""
-    from gpuspill.bench.transpose import Transpose, benchmark
+    from gpuspill.bench.transpose import Transpose
 
     job = Transpose(limit=limit, ratio=ratio, chunk=chunk, threads=nthreads)
-    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+    _measure(job, arms, repeat, json_path)
 
 
 @bench.command()
@@ -287,7 +287,7 @@ def device(
     json_path: Path | None,
 ) -> None:
     """Run kernels on a simulated device while blocks are copied to and from it."""
-    from gpuspill.bench.device import DeviceJob, benchmark
+    from gpuspill.bench.device import DeviceJob
 
     job = DeviceJob(
         limit=limit,
@@ -299,7 +299,7 @@ def device(
         thin=thin,
         threads=nthreads,
     )
-    _finish(benchmark(job, arms, repeat, progress=_progress), json_path)
+    _measure(job, arms, repeat, json_path)
 
 
 def _progress(line: str) -> None:
@@ -313,9 +313,11 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 
-def _finish(result: Result, json_path: Path | None) -> None:
+def _measure(job: Job, arms: str, repeat: int, json_path: Path | None) -> None:
+    from gpuspill.bench.job import benchmark
     from gpuspill.bench.report import render, save
 
+    result = benchmark(job, arms, repeat, progress=_progress)
     render(result, _console())
     if json_path is not None:
         save(result, json_path)
@@ -365,6 +367,9 @@ def config(scheduler: str | None) -> None:
 
     from gpuspill.distributed.effective import here, of_cluster, text
 
+    if scheduler is not None:
+        # Nobody may be there, which takes as long to find out as distributed.comm.timeouts.connect says.
+        _progress(f"asking the workers of {scheduler}")
     for title, rows in here() if scheduler is None else of_cluster(scheduler):
         if not rows:
             _console().print(title, markup=False, highlight=False)

@@ -55,7 +55,7 @@ def test_the_dask_command_gets_its_part_without_loading_what_a_worker_needs() ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "keys", "--arms", "stick"], "'stick' is unknown; choose among stock, gpuspill, nospill"),
+        (["bench", "keys", "--arms", "stick"], "'stick' is unknown; choose among stock, gpuspill"),
         (["bench", "persist-sum", "--chunk", "2GiB"], "chunk: must be between"),
         (["bench", "tiny", "--tasks", "3"], "tasks: must be an even number"),
         (["report", "missing.json"], "missing.json: cannot be read"),
@@ -126,7 +126,7 @@ def test_persist_sum_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_wrong_result_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuspill.bench.keys.Keys.run", lambda self, arm: {"correct": False})
+    monkeypatch.setattr("gpuspill.bench.keys.Keys.run", lambda self, arm, expected: {"correct": False})
     found = run("bench", "keys", "--arms", "stock", "--repeat", "1", "--sizes", "5")
     assert found.exit_code == 1
     assert "the result is wrong" in found.stdout

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, cast
 
@@ -25,9 +25,9 @@ from distributed import Client, Worker, WorkerPlugin, get_worker, wait
 
 from gpuspill import simulated
 from gpuspill.bench.arms import ARMS as ALL_ARMS
-from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
-from gpuspill.bench.checked import run_checked
-from gpuspill.bench.report import Result, Row
+from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
+from gpuspill.bench.job import Job
+from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample
 from gpuspill.bench.watch import Watch, figures, restart
 from gpuspill.device.base import DeviceStatistics
@@ -35,7 +35,7 @@ from gpuspill.device.simulated import SimulatedStream
 from gpuspill.device.simulation.timeline import Span, busy_seconds, common_seconds
 from gpuspill.errors import ConfigError
 
-__all__ = ["ARMS", "ROWS", "DeviceJob", "benchmark"]
+__all__ = ["ARMS", "ROWS", "DeviceJob"]
 
 ARMS: Mapping[str, Arm] = {
     "gpuspill": Arm("gpuspill", "a device of limited memory", data=ALL_ARMS["gpuspill"].data),
@@ -81,7 +81,7 @@ class _Usage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceJob:
+class DeviceJob(Job):
     """The job and the device it runs on. Sizes and bandwidths as if all bytes were there.
 
     Parameters
@@ -112,6 +112,9 @@ class DeviceJob:
     ConfigError
         If a size is not positive or a few blocks do not fit on the device.
     """
+
+    name = "device"
+    known_arms = ARMS
 
     limit: int = 4 * 2**30
     ratio: float = 3.0
@@ -150,6 +153,20 @@ class DeviceJob:
     def kernel(self) -> float:
         """Seconds that a kernel takes."""
         return self.balance * self.threads * self.stored * self.thin / self.bandwidth
+
+    @property
+    def about(self) -> str:
+        """See the base class."""
+        return f"{self.chunks} blocks of {format_bytes(self.chunk)}, 1/{self.thin} of it real"
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """See the base class."""
+        return ROWS
+
+    def outcome(self, sample: Sample) -> str:
+        """See the base class."""
+        return f"{sample.figure('wall'):.2f} s, {sample.figure('ratio'):.2f} times the largest part"
 
     def parameters(self) -> Mapping[str, Any]:
         """Return what was asked for, for the record."""
@@ -354,43 +371,3 @@ def _digest_of(block: simulated.Array) -> int:
 
 def _warm_up() -> int:
     return _digest_of(_make(0, _PAGE))
-
-
-def _outcome(sample: Sample) -> str:
-    return f"{sample.figure('wall'):.2f} s, {sample.figure('ratio'):.2f} times the largest part"
-
-
-def benchmark(
-    job: DeviceJob,
-    arms: str,
-    repeat: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Run the job ``repeat`` times on each arm, in turns.
-
-    Parameters
-    ----------
-    job
-        What to run.
-    arms
-        Names of the arms, separated by commas.
-    repeat
-        How many rounds.
-    progress
-        Receives a line after each run.
-
-    Raises
-    ------
-    ConfigError
-        If an arm is unknown. A run that fails does not raise: it is part of the result.
-    """
-    return run_checked(
-        "device",
-        job,
-        parse_arms(arms, ARMS),
-        repeat,
-        ROWS,
-        about=f"{job.chunks} blocks of {format_bytes(job.chunk)}, 1/{job.thin} of it real",
-        outcome=_outcome,
-        progress=progress,
-    )

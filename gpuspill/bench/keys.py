@@ -14,23 +14,23 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ClassVar, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
 from distributed.spill import SpillBuffer
 
-from gpuspill.bench.arms import Arm, parse_arms
-from gpuspill.bench.environment import environment
-from gpuspill.bench.report import Result, Row, sparkline
-from gpuspill.bench.runner import Metrics, Sample, interleave, spread
+from gpuspill.bench.arms import ARMS, Arm
+from gpuspill.bench.job import Job
+from gpuspill.bench.report import Row, sparkline
+from gpuspill.bench.runner import Metrics, Sample, spread
 from gpuspill.config import Settings
 from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError
 
-__all__ = ["OPERATIONS", "SIZES", "Keys", "StoreUnderTest", "benchmark", "slope"]
+__all__ = ["OPERATIONS", "SIZES", "Keys", "StoreUnderTest", "slope"]
 
 OPERATIONS = ("set", "get", "evict", "restore", "delete")
 """What is measured: a new key, reading one in memory, spilling one, reading it back, deleting."""
@@ -143,7 +143,7 @@ _STORES: Mapping[str, Callable[[Path], StoreUnderTest]] = {"stock": StockStore, 
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class Keys(Job):
     """How many keys of which size, and how many operations to time.
 
     Parameters
@@ -164,6 +164,9 @@ class Keys:
         If no size is given or a number is not positive.
     """
 
+    name = "keys"
+    known_arms: ClassVar[Mapping[str, Arm]] = {name: ARMS[name] for name in _STORES}
+
     sizes: Sequence[int] = SIZES
     value: int = 1_000
     operations: int = 1_000
@@ -175,11 +178,39 @@ class Keys:
         if self.value <= 0 or self.operations <= 0:
             raise ConfigError("value and operations: must be larger than 0")
 
-    def parameters(self) -> Mapping[str, Any]:
-        """Return what was asked for, for the record."""
-        return asdict(self)
+    @property
+    def about(self) -> str:
+        """See the base class."""
+        return f"{', '.join(f'{size:,}' for size in self.sizes)} keys"
 
-    def run(self, arm: Arm) -> Metrics:
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Every operation at every size, then the slopes."""
+        times = [
+            Row(metric(operation, size), f"{operation}, {size:,} keys", "microseconds", compare=True)
+            for operation in OPERATIONS
+            for size in self.sizes
+        ]
+        slopes = [Row(f"{operation}_slope", f"{operation}, slope", "ratio") for operation in OPERATIONS]
+        return [*times, *slopes, Row("correct", "values correct", "yes")]
+
+    def notes(self, arms: Sequence[Arm], samples: Sequence[Sample]) -> list[str]:
+        """Draw the curve of each arm and operation."""
+        drawn = ["Time an operation from the fewest keys to the most, and the slope on log-log axes:"]
+        for arm in arms:
+            for operation in OPERATIONS:
+                curve = [spread(samples, arm.name, metric(operation, size)) for size in self.sizes]
+                medians = [point.median for point in curve if point is not None]
+                if medians:
+                    line = sparkline(medians)
+                    drawn.append(f"  {arm.name:9} {operation:8} {line} {slope(self.sizes, medians):+.2f}")
+        return drawn
+
+    def outcome(self, sample: Sample) -> str:
+        """See the base class."""
+        return "done"
+
+    def run(self, arm: Arm, expected: None) -> Metrics:
         """Measure every operation at every size, each size in a new store; seconds an operation."""
         metrics: dict[str, float | int | bool | None] = {"correct": True}
         for size in self.sizes:
@@ -277,60 +308,3 @@ def slope(sizes: Sequence[int], times: Sequence[float]) -> float:
     middle_x, middle_y = sum(x) / len(x), sum(y) / len(y)
     covariance = sum((a - middle_x) * (b - middle_y) for a, b in zip(x, y, strict=True))
     return covariance / sum((a - middle_x) ** 2 for a in x)
-
-
-def rows(sizes: Sequence[int]) -> list[Row]:
-    """Return the lines of the table: every operation at every size, then the slopes."""
-    times = [
-        Row(metric(operation, size), f"{operation}, {size:,} keys", "microseconds", compare=True)
-        for operation in OPERATIONS
-        for size in sizes
-    ]
-    slopes = [Row(f"{operation}_slope", f"{operation}, slope", "ratio") for operation in OPERATIONS]
-    return [*times, *slopes, Row("correct", "values correct", "yes")]
-
-
-def benchmark(
-    job: Keys,
-    arms: str,
-    repeat: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Measure every arm ``repeat`` times, in turns.
-
-    Parameters
-    ----------
-    job
-        What to measure.
-    arms
-        Names of the arms, separated by commas; ``nospill`` has no store.
-    repeat
-        How many rounds.
-    progress
-        Receives a line after each run.
-
-    Raises
-    ------
-    ConfigError
-        If an arm is unknown or has no store.
-    """
-    chosen = parse_arms(arms)
-    for arm in chosen:
-        if arm.name not in _STORES:
-            raise ConfigError(f"arms: keys compares stores, and {arm.name} has none; choose {', '.join(_STORES)}")
-    facts = environment()
-
-    def tell(sample: Sample) -> None:
-        progress(f"  run {sample.repeat + 1} {sample.arm}: {sample.error or 'done'}")
-
-    samples = interleave(chosen, repeat, lambda arm, _: job.run(arm), tell)
-    notes = ["Time an operation from the fewest keys to the most, and the slope on log-log axes:"]
-    for arm in chosen:
-        for operation in OPERATIONS:
-            curve = [spread(samples, arm.name, metric(operation, size)) for size in job.sizes]
-            medians = [point.median for point in curve if point is not None]
-            if medians:
-                drawn = sparkline(medians)
-                notes.append(f"  {arm.name:9} {operation:8} {drawn} {slope(job.sizes, medians):+.2f}")
-    parameters = dict(job.parameters()) | {"repeat": repeat}
-    return Result("keys", parameters, facts, rows(job.sizes), samples, notes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -22,15 +22,15 @@ import numpy.typing as npt
 from dask.utils import format_bytes
 from distributed import Client, wait
 
-from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
-from gpuspill.bench.checked import run_checked, wall_and_stall
+from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
 from gpuspill.bench.environment import back_memory
-from gpuspill.bench.report import Result, Row
+from gpuspill.bench.job import Job
+from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics
 from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
 from gpuspill.errors import ConfigError
 
-__all__ = ["ROWS", "PersistSum", "benchmark"]
+__all__ = ["ROWS", "PersistSum"]
 
 ROWS = (
     Row("wall", "wall time", "seconds", compare=True),
@@ -57,7 +57,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class PersistSum:
+class PersistSum(Job):
     """The job and the cluster it runs on.
 
     Parameters
@@ -84,6 +84,8 @@ class PersistSum:
     ConfigError
         If a size is not positive or a chunk does not fit into memory.
     """
+
+    name = "persist-sum"
 
     limit: int = 2**30
     ratio: float = 2.5
@@ -112,6 +114,16 @@ class PersistSum:
     def nbytes(self) -> int:
         """Size of the array, bytes."""
         return self.chunks * self.chunk // 8 * 8
+
+    @property
+    def about(self) -> str:
+        """See the base class."""
+        return f"{self.chunks} chunks of {format_bytes(self.chunk)}"
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """See the base class."""
+        return ROWS
 
     def parameters(self) -> Mapping[str, Any]:
         """Return what was asked for, for the record."""
@@ -203,39 +215,3 @@ def _warm_up() -> float:
     # Imports and first calls hold the interpreter's lock for a while; that is no stall of any
     # store's making.
     return float(da.random.default_rng(0).random(8, chunks=4).sum().compute(scheduler="synchronous"))
-
-
-def benchmark(
-    job: PersistSum,
-    arms: str,
-    repeat: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Run the job ``repeat`` times on each arm, in turns.
-
-    Parameters
-    ----------
-    job
-        What to run.
-    arms
-        Names of the arms, separated by commas.
-    repeat
-        How many rounds.
-    progress
-        Receives a line after each run.
-
-    Raises
-    ------
-    ConfigError
-        If an arm is unknown. A run that fails does not raise: it is part of the result.
-    """
-    return run_checked(
-        "persist-sum",
-        job,
-        parse_arms(arms),
-        repeat,
-        ROWS,
-        about=f"{job.chunks} chunks of {format_bytes(job.chunk)}",
-        outcome=wall_and_stall,
-        progress=progress,
-    )

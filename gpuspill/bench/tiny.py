@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from distributed import wait
 
-from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
-from gpuspill.bench.environment import environment
-from gpuspill.bench.report import Result, Row
-from gpuspill.bench.runner import Metrics, Sample, interleave, paired_difference
+from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
+from gpuspill.bench.job import Job
+from gpuspill.bench.report import Row
+from gpuspill.bench.runner import Metrics, Sample, paired_difference
 from gpuspill.bench.watch import Watch, figures, restart
 from gpuspill.errors import ConfigError
 
-__all__ = ["MODES", "ROWS", "Tiny", "benchmark"]
+__all__ = ["MODES", "ROWS", "Tiny"]
 
 MODES = ("processes", "inprocess")
 """Where the worker lives: in a process of its own, or with client and scheduler in this one."""
@@ -46,7 +45,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Tiny:
+class Tiny(Job):
     """The tasks and where they run.
 
     Parameters
@@ -66,6 +65,8 @@ class Tiny:
         If the number of tasks is odd or not positive, or the mode is unknown.
     """
 
+    name = "tiny"
+
     tasks: int = 20_000
     mode: str = "both"
     threads: int = 2
@@ -82,11 +83,36 @@ class Tiny:
         """The modes to run in."""
         return MODES if self.mode == "both" else (self.mode,)
 
-    def parameters(self) -> Mapping[str, Any]:
-        """Return what was asked for, for the record."""
-        return asdict(self)
+    @property
+    def about(self) -> str:
+        """See the base class."""
+        return f"{self.tasks:,} tasks"
 
-    def run(self, arm: Arm) -> Metrics:
+    @property
+    def rows(self) -> Sequence[Row]:
+        """See the base class."""
+        return ROWS
+
+    def reference(self) -> list[int]:
+        """Return what the tasks that depend on others return."""
+        return [number + 2 for number in range(self.tasks // 2)]
+
+    def notes(self, arms: Sequence[Arm], samples: Sequence[Sample]) -> list[str]:
+        """Say by how much each arm differs from stock, in pairs of one round."""
+        return [
+            f"{arm.name} - stock, {_LABELS[mode]}: {found.median * 1e6:+.1f} µs {what} a task "
+            f"({found.low * 1e6:+.1f} to {found.high * 1e6:+.1f})"
+            for arm in arms
+            for mode in self.modes
+            for metric, what in ((f"{mode}_task", "wall"), (f"{mode}_task_cpu", "processor time"))
+            if arm.name != "stock" and (found := paired_difference(samples, arm.name, "stock", metric)) is not None
+        ]
+
+    def outcome(self, sample: Sample) -> str:
+        """See the base class."""
+        return ", ".join(f"{sample.figure(f'{mode}_task') * 1e6:.0f} µs a task ({mode})" for mode in self.modes)
+
+    def run(self, arm: Arm, expected: Sequence[int]) -> Metrics:
         """Do the job once in every mode, each in a fresh cluster."""
         metrics: dict[str, float | int | bool | None] = {"correct": True, "written": 0}
         for mode in self.modes:
@@ -101,7 +127,7 @@ class Tiny:
                 wait(second, timeout=self.timeout)
                 wall = time.perf_counter() - started
                 (figure,) = figures(client).values()
-                right = client.gather(second) == [number + 2 for number in range(half)]
+                right = client.gather(second) == expected
             metrics[f"{mode}_task"] = wall / self.tasks
             metrics[f"{mode}_task_cpu"] = figure.cpu / self.tasks
             metrics[f"{mode}_stall"] = figure.loop.longest
@@ -112,49 +138,3 @@ class Tiny:
 
 def _increment(number: int) -> int:
     return number + 1
-
-
-def benchmark(
-    job: Tiny,
-    arms: str,
-    repeat: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Run the tasks ``repeat`` times on each arm, in turns.
-
-    Parameters
-    ----------
-    job
-        What to run.
-    arms
-        Names of the arms, separated by commas.
-    repeat
-        How many rounds.
-    progress
-        Receives a line after each run.
-
-    Raises
-    ------
-    ConfigError
-        If an arm is unknown. A run that fails does not raise: it is part of the result.
-    """
-    chosen = parse_arms(arms)
-    facts = environment()
-
-    def tell(sample: Sample) -> None:
-        told = ", ".join(
-            f"{sample.figure(f'{mode}_task') * 1e6:.0f} µs a task ({mode})" for mode in job.modes if not sample.error
-        )
-        progress(f"  run {sample.repeat + 1} {sample.arm}: {sample.error or told}")
-
-    samples = interleave(chosen, repeat, lambda arm, _: job.run(arm), tell)
-    notes = [
-        f"{arm.name} - stock, {_LABELS[mode]}: {found.median * 1e6:+.1f} µs {what} a task "
-        f"({found.low * 1e6:+.1f} to {found.high * 1e6:+.1f})"
-        for arm in chosen
-        for mode in job.modes
-        for metric, what in ((f"{mode}_task", "wall"), (f"{mode}_task_cpu", "processor time"))
-        if arm.name != "stock" and (found := paired_difference(samples, arm.name, "stock", metric)) is not None
-    ]
-    parameters = dict(job.parameters()) | {"repeat": repeat}
-    return Result("tiny", parameters, facts, ROWS, samples, notes)

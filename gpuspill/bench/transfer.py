@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -24,16 +24,16 @@ from distributed import Client, LocalCluster, Scheduler, Worker, wait
 from distributed.spill import SpillBuffer
 
 from gpuspill.bench.arms import ARMS as ALL_ARMS
-from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
-from gpuspill.bench.checked import run_checked
+from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
 from gpuspill.bench.environment import back_memory
+from gpuspill.bench.job import Job
 from gpuspill.bench.probes import resident_bytes
-from gpuspill.bench.report import Result, Row
-from gpuspill.bench.runner import Metrics
+from gpuspill.bench.report import Row
+from gpuspill.bench.runner import Metrics, Sample
 from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
 from gpuspill.errors import ConfigError
 
-__all__ = ["ARMS", "ROWS", "Transfer", "benchmark"]
+__all__ = ["ARMS", "ROWS", "Transfer"]
 
 ARMS: Mapping[str, Arm] = {
     "stock": ALL_ARMS["stock"],
@@ -75,7 +75,7 @@ class _Resident(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(Job):
     """The data and the two workers.
 
     Parameters
@@ -98,6 +98,9 @@ class Transfer:
     ConfigError
         If a size is not positive, a value does not fit into memory or `peer` is something else.
     """
+
+    name = "transfer"
+    known_arms = ARMS
 
     limit: int = 2**30
     ratio: float = 3.0
@@ -124,6 +127,20 @@ class Transfer:
     def nbytes(self) -> int:
         """Size of all values, bytes."""
         return len(self.keys) * (self.chunk // 8 * 8)
+
+    @property
+    def about(self) -> str:
+        """See the base class."""
+        return f"{len(self.keys)} values of {format_bytes(self.chunk)}"
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """See the base class."""
+        return ROWS
+
+    def outcome(self, sample: Sample) -> str:
+        """See the base class."""
+        return f"{format_bytes(int(sample.figure('rate')))}/s"
 
     def parameters(self) -> Mapping[str, Any]:
         """Return what was asked for, for the record."""
@@ -249,39 +266,3 @@ def _resident(dask_worker: Worker) -> _Resident:
     tasks = dask_worker.state.tasks
     keys = frozenset(key for key in memory if isinstance(key, str) and key.startswith("value-"))
     return _Resident(keys, sum(tasks[key].get_nbytes() for key in keys if key in tasks), resident_bytes())
-
-
-def benchmark(
-    job: Transfer,
-    arms: str,
-    repeat: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Hand the data over ``repeat`` times on each arm, in turns.
-
-    Parameters
-    ----------
-    job
-        What to run.
-    arms
-        Names of the arms, separated by commas.
-    repeat
-        How many rounds.
-    progress
-        Receives a line after each run.
-
-    Raises
-    ------
-    ConfigError
-        If an arm is unknown. A run that fails does not raise: it is part of the result.
-    """
-    return run_checked(
-        "transfer",
-        job,
-        parse_arms(arms, ARMS),
-        repeat,
-        ROWS,
-        about=f"{len(job.keys)} values of {format_bytes(job.chunk)}",
-        outcome=lambda sample: f"{format_bytes(int(sample.figure('rate')))}/s",
-        progress=progress,
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -18,15 +18,15 @@ import dask.array as da
 from dask.utils import format_bytes
 from distributed import wait
 
-from gpuspill.bench.arms import Arm, ClusterShape, open_cluster, parse_arms
-from gpuspill.bench.checked import run_checked, wall_and_stall
+from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
 from gpuspill.bench.environment import back_memory
-from gpuspill.bench.report import Result, Row
+from gpuspill.bench.job import Job
+from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics
 from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
 from gpuspill.errors import ConfigError
 
-__all__ = ["ROWS", "Transpose", "benchmark"]
+__all__ = ["ROWS", "Transpose"]
 
 ROWS = (
     Row("wall", "wall time", "seconds", compare=True),
@@ -49,7 +49,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose:
+class Transpose(Job):
     """The job and the cluster it runs on.
 
     Parameters
@@ -72,6 +72,8 @@ class Transpose:
     ConfigError
         If a size is not positive or a block does not fit into memory.
     """
+
+    name = "transpose"
 
     limit: int = 2**30
     ratio: float = 2.6
@@ -103,6 +105,16 @@ class Transpose:
     def nbytes(self) -> int:
         """Size of the array, bytes."""
         return 8 * (self.blocks * self.edge) ** 2
+
+    @property
+    def about(self) -> str:
+        """See the base class."""
+        return f"{self.blocks**2} blocks, {format_bytes(self.nbytes)} in all"
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """See the base class."""
+        return ROWS
 
     def parameters(self) -> Mapping[str, Any]:
         """Return what was asked for, for the record."""
@@ -174,39 +186,3 @@ class Transpose:
 def _warm_up() -> float:
     array = da.random.default_rng(0).random((4, 4), chunks=2)
     return float((array + array.T).mean().compute(scheduler="synchronous"))
-
-
-def benchmark(
-    job: Transpose,
-    arms: str,
-    repeat: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Run the job ``repeat`` times on each arm, in turns.
-
-    Parameters
-    ----------
-    job
-        What to run.
-    arms
-        Names of the arms, separated by commas.
-    repeat
-        How many rounds.
-    progress
-        Receives a line after each run.
-
-    Raises
-    ------
-    ConfigError
-        If an arm is unknown. A run that fails does not raise: it is part of the result.
-    """
-    return run_checked(
-        "transpose",
-        job,
-        parse_arms(arms),
-        repeat,
-        ROWS,
-        about=f"{job.blocks**2} blocks, {format_bytes(job.nbytes)} in all",
-        outcome=wall_and_stall,
-        progress=progress,
-    )

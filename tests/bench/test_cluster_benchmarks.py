@@ -10,9 +10,9 @@ import pytest
 from distributed import Worker
 
 from gpuspill.bench.arms import ARMS, ClusterShape, open_cluster
-from gpuspill.bench.persist_sum import ROWS, PersistSum, benchmark
+from gpuspill.bench.job import benchmark
+from gpuspill.bench.persist_sum import ROWS, PersistSum
 from gpuspill.bench.tiny import Tiny
-from gpuspill.bench.tiny import benchmark as tiny_benchmark
 from gpuspill.errors import ConfigError
 
 MIB = 2**20
@@ -89,7 +89,7 @@ def test_results_are_right_with_slow_files() -> None:
 @pytest.mark.cluster
 def test_tiny_in_both_modes() -> None:
     level = logging.getLogger("gpuspill").level
-    result = tiny_benchmark(Tiny(tasks=40, mode="both"), "stock,gpuspill", 1)
+    result = benchmark(Tiny(tasks=40, mode="both"), "stock,gpuspill", 1)
     assert result.correct, [sample.error for sample in result.samples]
     for sample in result.samples:
         assert sample.figure("written") == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpuspill.bench.device import ROWS, DeviceJob, benchmark
+from gpuspill.bench.device import ROWS, DeviceJob
+from gpuspill.bench.job import benchmark
 from gpuspill.errors import ConfigError
 
 MIB = 2**20

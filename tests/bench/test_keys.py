@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuspill.bench.keys import OPERATIONS, GpuspillStore, Keys, StockStore, StoreUnderTest, benchmark, metric, slope
+from gpuspill.bench.job import benchmark
+from gpuspill.bench.keys import OPERATIONS, GpuspillStore, Keys, StockStore, StoreUnderTest, metric, slope
 from gpuspill.errors import ConfigError
 
 
@@ -56,13 +57,13 @@ def test_every_operation_is_measured_at_every_size() -> None:
             assert sample.figure(metric(operation, 40)) > 0
             assert f"{operation}_slope" in sample.metrics
     assert {row.metric for row in result.rows} == set(result.samples[0].metrics)
-    assert len(told) == 4
+    assert len(told) == 5
     assert len(result.notes) == 1 + 2 * len(OPERATIONS)
 
 
 @pytest.mark.parametrize(
     ("arms", "message"),
-    [("nospill", "nospill has none"), ("stock,nospill", "choose stock, gpuspill"), ("x", "unknown")],
+    [("nospill", "'nospill' is unknown"), ("stock,nospill", "choose among stock, gpuspill"), ("x", "unknown")],
 )
 def test_arms_without_a_store(arms: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -9,6 +9,7 @@ import dask
 import pytest
 
 from gpuspill.bench import transfer, transpose
+from gpuspill.bench.job import benchmark
 from gpuspill.bench.transfer import Transfer
 from gpuspill.bench.transpose import Transpose
 from gpuspill.errors import ConfigError
@@ -27,7 +28,7 @@ def little_room() -> Iterator[None]:
 @pytest.mark.usefixtures("little_room")
 def test_transfer_on_all_arms() -> None:
     job = Transfer(limit=1024 * MIB, ratio=1 / 32, chunk=2 * MIB)
-    result = transfer.benchmark(job, "stock,gpuspill,memory", 1)
+    result = benchmark(job, "stock,gpuspill,memory", 1)
     assert result.correct, [sample.error for sample in result.samples]
     assert result.parameters["nbytes"] == job.nbytes == 32 * MIB
     stock, gpuspill, memory = result.samples
@@ -48,7 +49,7 @@ def test_transfer_on_all_arms() -> None:
 @pytest.mark.usefixtures("little_room")
 def test_transfer_to_a_peer_without_room() -> None:
     job = Transfer(limit=1024 * MIB, ratio=1 / 64, chunk=2 * MIB, peer="limited")
-    result = transfer.benchmark(job, "gpuspill", 1)
+    result = benchmark(job, "gpuspill", 1)
     assert result.correct, [sample.error for sample in result.samples]
     assert result.samples[0].figure("decodes") == 0
 
@@ -57,7 +58,7 @@ def test_transfer_to_a_peer_without_room() -> None:
 @pytest.mark.usefixtures("little_room")
 def test_transpose() -> None:
     job = Transpose(limit=1024 * MIB, ratio=1 / 64, chunk=2 * MIB)
-    result = transpose.benchmark(job, "gpuspill,nospill", 1)
+    result = benchmark(job, "gpuspill,nospill", 1)
     assert result.correct, [sample.error for sample in result.samples]
     gpuspill, nospill = result.samples
     for sample in result.samples:
@@ -70,7 +71,7 @@ def test_transpose() -> None:
 
 @pytest.mark.cluster
 def test_a_run_that_takes_too_long_is_a_failed_run() -> None:
-    result = transpose.benchmark(Transpose(limit=256 * MIB, ratio=0.02, chunk=2 * MIB, timeout=1e-6), "nospill", 1)
+    result = benchmark(Transpose(limit=256 * MIB, ratio=0.02, chunk=2 * MIB, timeout=1e-6), "nospill", 1)
     assert result.samples[0].error.startswith("TimeoutError")
 
 
@@ -95,7 +96,7 @@ def test_unusable_peer_and_arms() -> None:
     with pytest.raises(ConfigError, match=r"^peer"):
         Transfer(peer="rich")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="choose among stock, gpuspill, memory"):
-        transfer.benchmark(Transfer(limit=MIB, chunk=MIB), "nospill", 1)
+        benchmark(Transfer(limit=MIB, chunk=MIB), "nospill", 1)
     with pytest.raises(ConfigError, match=r"^workers"):
         Transpose(workers=0)
 
