@@ -367,7 +367,7 @@ def config(scheduler: str | None) -> None:
 
     from gpuspill.distributed.effective import here, of_cluster, text
 
-    if scheduler is not None:
+    if scheduler is not None and sys.stderr.isatty():
         # Nobody may be there, which takes as long to find out as distributed.comm.timeouts.connect says.
         _progress(f"asking the workers of {scheduler}")
     for title, rows in here() if scheduler is None else of_cluster(scheduler):
