@@ -68,6 +68,10 @@ class Settings:
     device_memory_limit
         Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``: 0.8. None: no limit;
         values leave it when it is full.
+    gds
+        Whether what leaves the device when host memory is full goes to disk by GPUDirect Storage (KvikIO), past host
+        memory, and so past the checksum. None: it does not. ``"auto"``: where there is a driver. ``"on"``: the same,
+        and it is an error if there is none.
     follow_process_memory
         Whether process memory that is not managed counts against the limit, as
         ``distributed.worker.memory.spill`` does.
@@ -87,6 +91,7 @@ class Settings:
     buffer_pool: int = 128 * 2**20
     device: str | None = "auto"
     device_memory_limit: int | float | Literal["auto"] | None = "auto"
+    gds: str | None = None
     follow_process_memory: bool = True
     storage_delay: float = 0.0
 
@@ -187,6 +192,15 @@ def _device(name: str, value: Any) -> str | None:
     return str(_word(value))
 
 
+def _gds(name: str, value: Any) -> str | None:
+    if _word(value) == "auto":
+        return "auto"
+    on = is_on(value)
+    if on is None:
+        raise _fail(name, value, "'auto', true or false")
+    return "on" if on else None
+
+
 def _size(name: str, value: Any) -> int:
     return _nbytes(name, value) or 0
 
@@ -268,6 +282,7 @@ _PARSERS: Mapping[str, Any] = {
     "buffer_pool": _size,
     "device": _device,
     "device_memory_limit": _device_limit,
+    "gds": _gds,
     "follow_process_memory": _switch,
     "storage_delay": _seconds,
 }

@@ -40,8 +40,8 @@ _REPLACED: Mapping[str, tuple[bool | None, str]] = {
     ),
     "gds-spilling": (
         False,
-        "what leaves the device goes to disk by way of host memory, on threads of its own; "
-        "gpuspill.spill-directory and gpuspill.spill-threads say where and on how many",
+        "what leaves the device goes to disk by way of host memory, where it is hashed; "
+        "gpuspill.gds: auto lets it go past that where GPUDirect Storage is there",
     ),
 }
 

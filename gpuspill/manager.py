@@ -446,8 +446,16 @@ class ProxifyManager:
             entries = {pid: self._restorer.entry(key, pid) for key, pid in admission.pids.items()}
             return sum(entry.nbytes for entry in entries.values() if entry.residency.state is State.SPILLED)
 
-    def fetch(self, key: Hashable) -> Encoded | Any:
+    def fetch(self, key: Hashable, *, in_place: bool = False) -> Encoded | Any:
         """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks.
+
+        Parameters
+        ----------
+        key
+            Whose.
+        in_place
+            Frames that came to disk past host memory may be left there: see
+            :class:`gpuspill.storage.inplace.FileMemory`.
 
         Raises
         ------
@@ -457,7 +465,7 @@ class ProxifyManager:
             Its value cannot be read.
         """
         with self.pin([key]) as pins:
-            return self._restorer.fetch(key, pins.pids[key])
+            return self._restorer.fetch(key, pins.pids[key], in_place=in_place)
 
     def settle(self, label: Hashable) -> None:
         """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""

@@ -24,6 +24,7 @@ from gpuspill.observer import Observer
 from gpuspill.serialization import Encoded, Serializer
 from gpuspill.sharing import Sharing
 from gpuspill.storage.base import Borrow, Receipt, Store
+from gpuspill.storage.inplace import InPlace
 
 __all__ = ["Restorer"]
 
@@ -381,7 +382,7 @@ class Restorer:
             future.set_exception(ManagerClosed(f"the store was closed before {key!r} was read"))
         return future
 
-    def fetch(self, key: Hashable, pid: int, *, borrow: bool = False) -> Encoded | Any:
+    def fetch(self, key: Hashable, pid: int, *, borrow: bool = False, in_place: bool = False) -> Encoded | Any:
         """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
 
         Parameters
@@ -390,6 +391,8 @@ class Restorer:
             Of the proxy.
         borrow
             See :meth:`gpuspill.manager.ProxifyManager.export`.
+        in_place
+            See :meth:`gpuspill.manager.ProxifyManager.fetch`.
 
         Raises
         ------
@@ -407,7 +410,7 @@ class Restorer:
                 receipt = slot.receipt
             assert receipt is not None
             try:
-                header, frames = self._read_record(receipt, borrow=borrow)
+                header, frames = self._read_record(receipt, borrow=borrow, in_place=in_place)
                 return Encoded(header, frames, entry.nbytes)
             except DataLostError as error:
                 with self._metadata:
@@ -432,9 +435,13 @@ class Restorer:
             self._observer("deserialize", seconds, "seconds")
         return value
 
-    def _read_record(self, receipt: Receipt, *, borrow: bool = False) -> tuple[bytes, list[memoryview]]:
+    def _read_record(
+        self, receipt: Receipt, *, borrow: bool = False, in_place: bool = False
+    ) -> tuple[bytes, list[memoryview]]:
         clock = self._metadata.clock
-        allocate = Borrow(self._allocate) if borrow else self._allocate
+        allocate = self._allocate
+        if borrow or in_place:
+            allocate = Borrow(allocate) if borrow else InPlace(allocate)
         start = clock()
         try:
             header, frames = self._store.read(receipt, allocate)

@@ -6,9 +6,10 @@ import logging
 
 from gpuspill.config import Settings
 from gpuspill.device.base import Device
+from gpuspill.device.past_host import PastHost
 from gpuspill.errors import ConfigError
 
-__all__ = ["device_limit", "find_device"]
+__all__ = ["device_limit", "find_device", "find_past_host"]
 
 logger = logging.getLogger("gpuspill")
 
@@ -39,6 +40,40 @@ def find_device(settings: Settings) -> Device | None:
             raise ConfigError(f"gpuspill.device: found 'cuda', but {error}") from error
         if not isinstance(error, cuda.NoDevice):
             logger.warning("No tier for a device: %s.", error)
+        return None
+
+
+def find_past_host(settings: Settings, device: Device | None, directory: str) -> PastHost | None:
+    """Return what moves bytes between a device and files past host memory; None if nothing does.
+
+    Parameters
+    ----------
+    settings
+        Options.
+    device
+        The device that has a tier.
+    directory
+        Where records go.
+
+    Raises
+    ------
+    ConfigError
+        It was asked for and cannot be had.
+    """
+    if settings.gds is None:
+        return None
+    try:
+        if device is None or settings.device == "simulated":
+            raise ConfigError("no CUDA device has a tier here")
+        from gpuspill.device.kvikio_files import kvikio_files
+
+        return PastHost(kvikio_files(directory))
+    except ConfigError as error:
+        if settings.gds == "on":
+            raise ConfigError(
+                f"gpuspill.gds: found 'on', but {error}. Set it to auto to use GPUDirect Storage where it is there"
+            ) from error
+        logger.debug("No GPUDirect Storage: %s.", error)
         return None
 
 

@@ -11,7 +11,7 @@ from gpuspill.buffers import BufferPool
 from gpuspill.config import CODECS, Settings
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.distributed.adopt import AdoptingStore
-from gpuspill.distributed.devices import device_limit, find_device
+from gpuspill.distributed.devices import device_limit, find_device, find_past_host
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.serialization import DaskSerializer, DeviceFamilies
@@ -47,11 +47,12 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     Raises
     ------
     ConfigError
-        The compression is unknown or not installed, or the device cannot be had.
+        The compression is unknown or not installed, or the device, or GPUDirect Storage, cannot be had.
     StorageError
         The directory cannot be written to.
     """
     device = find_device(settings)
+    past_host = find_past_host(settings, device, settings.spill_directory or directory)
     metrics = Metrics()
     compression, setting = _compression(settings)
     files: Store = FileStore(
@@ -92,6 +93,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
             limit=device_limit(settings, device),
             families=DeviceFamilies(),
             allocate=pool.allocate,
+            past_host=past_host,
             spill_threads=settings.spill_threads,
             restore_threads=settings.restore_threads,
             name=name,

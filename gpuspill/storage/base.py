@@ -15,7 +15,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -57,6 +57,35 @@ class FrameStream(ABC):
     """
 
     nbytes: int
+
+    @property
+    def past_host(self) -> bool:
+        """Whether :meth:`copy_into` is worth trying."""
+        return False
+
+    def copy_into(self, fd: int, before_each: Callable[[], object]) -> bool:
+        """Bring all bytes into a file, from its start on, without anybody seeing them: past host memory.
+
+        Blocks. When it returns or raises, nothing is under way any more.
+
+        Parameters
+        ----------
+        fd
+            The open file, which has room for them. Its position does not matter.
+        before_each
+            Called now and then; what it raises ends the copy and is passed on.
+
+        Returns
+        -------
+        bool
+            Whether they are there. If not, the file holds anything, and :meth:`copy_to` is to be used.
+
+        Raises
+        ------
+        StorageError
+            The bytes cannot be had.
+        """
+        return False
 
     @abstractmethod
     def copy_to(self, sink: Callable[[memoryview], object]) -> None:
@@ -122,6 +151,8 @@ class Receipt:
     checksum
         xxh3 of everything in the record. Kept here too, so that a file which is intact but not the one that was
         written is noticed.
+    hashed
+        False if the frames' bytes did not pass through host memory, so that `checksum` is of everything but them.
     """
 
     number: int
@@ -129,6 +160,7 @@ class Receipt:
     payload_nbytes: int
     stored_nbytes: int
     checksum: int
+    hashed: bool = field(default=True, kw_only=True)
 
 
 class Borrow:

@@ -35,6 +35,7 @@ from gpuspill.storage.base import (
 from gpuspill.storage.codecs import CodecChooser
 from gpuspill.storage.counters import Counters
 from gpuspill.storage.directory import PrivateDirectory, sweep_leftovers
+from gpuspill.storage.inplace import InPlace
 from gpuspill.storage.quota import Quota, Reservation
 from gpuspill.storage.record import encoded_nbytes, flat
 from gpuspill.storage.recordfile import NewFile
@@ -145,7 +146,7 @@ class FileStore(Store):
         Without compression the frames are hashed, and then go to the kernel in one call where
         their number and size allow: the fewer calls, the fewer times this thread has to wait for
         the interpreter lock. At most about 16 MiB, and one frame, of compressed data is held.
-        Frame streams are not compressed.
+        Frame streams are not compressed, nor hashed if they go past host memory.
         """
         views = [frame if isinstance(frame, FrameStream) else flat(frame, index) for index, frame in enumerate(frames)]
         number = self._begin_write()
@@ -246,7 +247,11 @@ class FileStore(Store):
                 counts,
             )
             where = self._directory.fd, str(receipt.number)
-            borrowed = reader.borrow(*where) if isinstance(allocate, Borrow) else None
+            borrowed = None
+            if isinstance(allocate, Borrow):
+                borrowed = reader.borrow(*where)
+            elif isinstance(allocate, InPlace) and not receipt.hashed:
+                borrowed = reader.lend(*where)
             header, frames = reader.read(*where) if borrowed is None else borrowed
             counts.reads = 1
             counts.bytes_read = receipt.nbytes
@@ -261,7 +266,7 @@ class FileStore(Store):
             raise
         finally:
             self._end(counts)
-        if borrowed is None:  # mapping says nothing of what reading takes
+        if borrowed is None:  # mapping, or opening, says nothing of what reading takes
             self._codecs.observe_read(receipt.nbytes, counts.read_seconds)
         self._report(
             ("disk-read", counts.read_seconds, counts.bytes_read),

@@ -16,6 +16,9 @@ A record is its frames followed by a footer::
 All integers are little-endian. Frames that are not empty start at multiples of 64 bytes. The checksum is the xxh3 (64
 bits) of every byte before it.
 
+Version 2 is a record of one frame that came past host memory, so that nobody could hash it: the checksum is that of
+the footer alone, and the frame is padded to whole pages, so that none of them is written in both ways.
+
 Why a footer: lengths after compression and the checksum are known only once the last frame went by, so a record is
 one forward stream that is never patched, whatever its size. Why the frames come first and unpadded at the end: one
 read into an aligned buffer of exactly the payload's size leaves every frame aligned, and a record of one frame costs
@@ -34,13 +37,17 @@ import xxhash
 from gpuspill.errors import RecordCorrupt, Unspillable
 from gpuspill.storage.base import Buffer
 
-__all__ = ["ALIGNMENT", "RecordEncoder", "StoredFrame", "decode_record", "encoded_nbytes", "flat"]
+__all__ = ["ALIGNMENT", "RecordEncoder", "StoredFrame", "decode_record", "encoded_nbytes", "flat", "whole_pages"]
 
 #: Frames start at multiples of this many bytes: what NumPy, Arrow and vector units like to find.
 ALIGNMENT = 64
 
 _MAGIC = b"GPUSPILL"
 _VERSION = 1
+#: Of a record whose frame nobody saw.
+_UNSEEN_VERSION = 2
+#: What direct I/O is aligned to.
+_PAGE = 4096
 _TAIL = struct.Struct("<QQIHH8sQ")
 _CHECKSUM = struct.Struct("<Q")
 _PADDING = memoryview(bytes(ALIGNMENT))
@@ -89,6 +96,11 @@ def flat(frame: Buffer, index: int = 0) -> memoryview:
         ) from exc
 
 
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes of the pages that `nbytes` bytes take."""
+    return nbytes + -nbytes % _PAGE
+
+
 def _gap(offset: int) -> int:
     return -offset % ALIGNMENT
 
@@ -131,7 +143,9 @@ class RecordEncoder:
     stored_nbytes : int
         Bytes returned by :meth:`add` so far, and those of pieces that are fed or announced.
     checksum : int
-        Of the whole record, once it is finished.
+        Of the whole record, once it is finished; of the footer, if the frame was not seen.
+    hashed : bool
+        Whether all frames were seen.
     """
 
     __slots__ = (
@@ -141,6 +155,7 @@ class RecordEncoder:
         "_raw",
         "_stored",
         "checksum",
+        "hashed",
         "payload_nbytes",
         "stored_nbytes",
     )
@@ -154,6 +169,14 @@ class RecordEncoder:
         self.payload_nbytes = 0
         self.stored_nbytes = 0
         self.checksum = 0
+        self.hashed = True
+
+    def pass_by(self, nbytes: int) -> None:
+        """Note the only frame, of `nbytes` bytes that went to the file unseen, with its padding to whole pages."""
+        assert not self._raw
+        self.start(nbytes)
+        self.stored_nbytes = whole_pages(nbytes)
+        self.hashed = False
 
     def add(self, data: memoryview, raw_nbytes: int | None = None, codec: str | None = None) -> list[memoryview]:
         """Append a frame.
@@ -217,13 +240,14 @@ class RecordEncoder:
         """
         n_frames = len(self._raw)
         names = "\0".join(self._names).encode()
+        version = _VERSION if self.hashed else _UNSEEN_VERSION
         footer = b"".join(
             (
                 struct.pack(f"<{2 * n_frames}Q", *self._raw, *self._stored),
                 self._codecs,
                 names,
                 header,
-                _TAIL.pack(self.stored_nbytes, len(header), n_frames, len(names), _VERSION, _MAGIC, 0),
+                _TAIL.pack(self.stored_nbytes, len(header), n_frames, len(names), version, _MAGIC, 0),
             )
         )
         self._hash.update(memoryview(footer)[: -_CHECKSUM.size])
@@ -232,7 +256,12 @@ class RecordEncoder:
 
 
 def decode_record(
-    payload: memoryview, footer: memoryview, checksum: int | None = None, where: str = "record"
+    payload: memoryview,
+    footer: memoryview,
+    checksum: int | None = None,
+    where: str = "record",
+    *,
+    hashed: bool = True,
 ) -> tuple[bytes, list[StoredFrame]]:
     """Verify a record and take it apart.
 
@@ -246,6 +275,8 @@ def decode_record(
         What the record's checksum has to be; by default what the footer says.
     where
         Names the record in messages.
+    hashed
+        As the encoder said. If not, `payload` is not looked at, and only its length is checked.
 
     Returns
     -------
@@ -263,7 +294,8 @@ def decode_record(
         footer, footer.nbytes - _TAIL.size
     )
     hasher = xxhash.xxh3_64()
-    hasher.update(payload)
+    if hashed:
+        hasher.update(payload)
     hasher.update(footer[: -_CHECKSUM.size])
     found = hasher.intdigest()
     if checksum is None:
@@ -276,8 +308,9 @@ def decode_record(
         )
         raise RecordCorrupt(f"{where}: checksum {found:016x}, expected {checksum:016x}: {what}")
     # From here on only a record made by something else, or a fault in this module, can fail.
-    if magic != _MAGIC or version != _VERSION:
-        raise RecordCorrupt(f"{where}: not a record of version {_VERSION} (magic {magic!r}, version {version})")
+    expected = _VERSION if hashed else _UNSEEN_VERSION
+    if magic != _MAGIC or version != expected:
+        raise RecordCorrupt(f"{where}: not a record of version {expected} (magic {magic!r}, version {version})")
     names_at = 17 * n_frames
     header_at = names_at + names_nbytes
     if (stored_nbytes, header_at + header_nbytes + _TAIL.size) != (payload.nbytes, footer.nbytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -46,6 +47,9 @@ class NewFile:
 
     def append(self, buffers: Sequence[memoryview]) -> None:
         """Write buffers, all of them. The first call makes the file; raises OSError."""
+        self.nbytes += write_all(self._open(), buffers, self._before_each)
+
+    def _open(self) -> int:
         if self._fd is None:
             part = self._name + ".part"
             self._fd = os.open(
@@ -55,7 +59,39 @@ class NewFile:
                 dir_fd=self._directory_fd,
             )
             self._there = part
-        self.nbytes += write_all(self._fd, buffers, self._before_each)
+        return self._fd
+
+    def fill(self, nbytes: int, copy: Callable[[int, Callable[[], None]], bool]) -> bool:
+        """Let somebody else write the first bytes of the file, by a way of their own.
+
+        Parameters
+        ----------
+        nbytes
+            How many at most. They are allocated first, so that a disk without room says so at once and in so many
+            words, and the length of the file does not change any more under whoever writes.
+        copy
+            ``copy(fd, before_each) -> bool``: whether they are written. If not, the file is empty again.
+
+        Raises
+        ------
+        OSError
+            As the system reports it.
+        """
+        assert not self.nbytes
+        if self._before_each is not None:
+            self._before_each()
+        fd = self._open()
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as exc:
+            if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(fd, nbytes)
+        if not copy(fd, self._before_each or _nothing):
+            os.ftruncate(fd, 0)
+            return False
+        self.nbytes = os.lseek(fd, nbytes, os.SEEK_SET)
+        return True
 
     def publish(self) -> None:
         """Give the file its name; raises OSError."""
@@ -81,6 +117,10 @@ class NewFile:
                 pass
             except OSError as exc:
                 logger.warning("Could not remove an incomplete file: %s", exc)
+
+
+def _nothing() -> None:
+    """Stand in for `before_each`."""
 
 
 def read_file(directory_fd: int, name: str, buffers: Sequence[memoryview], enough: int | None = None) -> int:

@@ -14,6 +14,7 @@ from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage.base import Allocate, FrameStream, Receipt
 from gpuspill.storage.codecs import PLAIN, Choice, Codec, CodecChooser
 from gpuspill.storage.counters import Counters
+from gpuspill.storage.inplace import open_in_place
 from gpuspill.storage.mapped import map_file
 from gpuspill.storage.quota import Reservation
 from gpuspill.storage.record import (
@@ -23,6 +24,7 @@ from gpuspill.storage.record import (
     decode_record,
     encoded_nbytes,
     flat,
+    whole_pages,
 )
 from gpuspill.storage.recordfile import NewFile, read_file
 
@@ -75,12 +77,17 @@ class RecordWriter:
             for frame in frames
         ]
         counts.compress_seconds += clock() - start
+        self._unseen = next((frame for frame in frames if isinstance(frame, FrameStream) and frame.past_host), None)
+        if len(frames) > 1:
+            self._unseen = None  # its place would have to be a whole page
         #: How large the record will be, in bytes: exact if nothing is to be compressed.
         self.expected_nbytes = encoded_nbytes(
             len(header),
             [_expected_nbytes(frame, choice) for frame, choice in self._frames],
             {choice.codec.name for _, choice in self._frames if choice.codec is not None},
         )
+        if self._unseen is not None:
+            self.expected_nbytes += whole_pages(self._unseen.nbytes) - self._unseen.nbytes
 
     def write(self, number: int, file: NewFile, reservation: Reservation) -> Receipt:
         """Write everything and give the file its name.
@@ -107,7 +114,8 @@ class RecordWriter:
         reserved = self.expected_nbytes
         pending: list[memoryview] = []
         held = 0
-        for frame, choice in self._frames:
+        unseen = self._unseen is not None and self._pass_by(self._unseen, encoder, file)
+        for frame, choice in () if unseen else self._frames:
             if isinstance(frame, FrameStream):
                 pending += encoder.start(frame.nbytes)
                 self._append(file, pending)
@@ -146,6 +154,7 @@ class RecordWriter:
             payload_nbytes=encoder.payload_nbytes,
             stored_nbytes=encoder.stored_nbytes,
             checksum=encoder.checksum,
+            hashed=encoder.hashed,
         )
 
     def _append(self, file: NewFile, pending: list[memoryview]) -> None:
@@ -154,6 +163,15 @@ class RecordWriter:
         file.append(pending)
         self._counts.write_seconds += self._clock() - start
         pending.clear()
+
+    def _pass_by(self, frame: FrameStream, encoder: RecordEncoder, file: NewFile) -> bool:
+        """Have a frame written past host memory; False, and nothing is written, if that cannot be done."""
+        start = self._clock()
+        done = file.fill(whole_pages(frame.nbytes), frame.copy_into)
+        self._counts.write_seconds += self._clock() - start
+        if done:
+            encoder.pass_by(frame.nbytes)
+        return done
 
     def _copy(self, frame: FrameStream, encoder: RecordEncoder, file: NewFile) -> None:
         """Write a frame, which was begun, as its bytes come."""
@@ -239,7 +257,7 @@ class RecordReader:
     def _decode(self, payload: memoryview, footer: memoryview) -> tuple[bytes, list[memoryview]]:
         clock, counts, receipt = self._clock, self._counts, self._receipt
         start = clock()
-        header, stored = decode_record(payload, footer, receipt.checksum, self._where)
+        header, stored = decode_record(payload, footer, receipt.checksum, self._where, hashed=receipt.hashed)
         counts.checksum_seconds += clock() - start
         start = clock()
         frames = [frame.data if frame.codec is None else self._decompress(frame, frame.codec) for frame in stored]
@@ -261,6 +279,20 @@ class RecordReader:
         return (
             None if record is None else self._decode(record[: receipt.stored_nbytes], record[receipt.stored_nbytes :])
         )
+
+    def lend(self, directory_fd: int, name: str) -> tuple[bytes, list[memoryview]] | None:
+        """Return header and frames as :class:`~gpuspill.storage.inplace.FileMemory`, unread; None if not possible.
+
+        Raises
+        ------
+        RecordCorrupt
+            As for :meth:`read`, of the footer.
+        """
+        receipt = self._receipt
+        start = self._clock()
+        parts = open_in_place(directory_fd, name, receipt.stored_nbytes, receipt.nbytes)
+        self._counts.read_seconds += self._clock() - start
+        return None if parts is None else self._decode(*parts)
 
     def _load(self, directory_fd: int, name: str, payload: memoryview) -> memoryview:
         """Fill `payload` and return the footer."""

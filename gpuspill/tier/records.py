@@ -39,6 +39,8 @@ class HostRecords(Store):
     ----------
     host
         The manager.
+    in_place
+        Whether who reads can fetch from a file by itself what came there past host memory.
 
     Attributes
     ----------
@@ -46,8 +48,9 @@ class HostRecords(Store):
         How many records were written to disk without being in host memory.
     """
 
-    def __init__(self, host: ProxifyManager) -> None:
+    def __init__(self, host: ProxifyManager, *, in_place: bool = False) -> None:
         self._host = host
+        self._in_place = in_place
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._keys: dict[int, tuple[_Record, Receipt]] = {}
@@ -107,7 +110,7 @@ class HostRecords(Store):
         if key is None:
             raise RecordLost(f"record {receipt.number} is gone")
         try:
-            encoded = self._host.fetch(key)
+            encoded = self._host.fetch(key, in_place=self._in_place)
         except KeyError:
             raise RecordLost(f"record {receipt.number} is gone") from None
         with self._lock:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from gpuspill.device.base import Allocation, AllocationId, Device, DeviceError
+from gpuspill.device.past_host import PastHost
 from gpuspill.errors import StorageError
 from gpuspill.serialization import Serialized
 from gpuspill.storage.base import FrameStream
+from gpuspill.storage.inplace import FileMemory
 from gpuspill.tier.book import Book
 from gpuspill.tier.composites import DeviceObject, Families
 from gpuspill.tier.units import DeviceMemory
 
 __all__ = ["DeviceSerializer"]
+
+_T = TypeVar("_T")
 
 
 class DeviceSerializer:
@@ -30,6 +35,8 @@ class DeviceSerializer:
         Gives host buffers.
     families
         Move opaque objects.
+    past_host
+        Moves bytes between the device and files; None if nothing can.
     """
 
     def __init__(
@@ -38,8 +45,10 @@ class DeviceSerializer:
         book: Book,
         allocate: Callable[[int], memoryview],
         families: Families | None = None,
+        past_host: PastHost | None = None,
     ) -> None:
         self._families = families
+        self.past_host = past_host
         self._device = device
         self._book = book
         self._allocate = allocate
@@ -72,7 +81,12 @@ class DeviceSerializer:
         """Copy an allocation in pieces, each of which `sink` is called with."""
         self._copy(allocation, partial(self._copier.onward, allocation, sink))
 
-    def _copy(self, allocation: Allocation, copy: Callable[[], None]) -> None:
+    def copy_into(self, allocation: Allocation, fd: int, before_each: Callable[[], object]) -> bool:
+        """Copy an allocation to the start of a file, past host memory. Returns False if that cannot be done."""
+        assert self.past_host is not None
+        return self._copy(allocation, partial(self.past_host.write, allocation, fd, before_each))
+
+    def _copy(self, allocation: Allocation, copy: Callable[[], _T]) -> _T:
         problem: str | None = None
         try:
             # Whoever computed what is there did so on a stream that is not known here.
@@ -81,12 +95,11 @@ class DeviceSerializer:
                 self._device.synchronize()
             else:
                 enqueued.wait()
-            copy()
+            return copy()
         except DeviceError as error:
             problem = f"could not copy {allocation.nbytes} bytes from {self._device!r}: {error}"
-        if problem is not None:
-            # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
-            raise StorageError(problem)
+        # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
+        raise StorageError(problem)
 
     def _dump_object(self, memory: DeviceObject) -> Serialized:
         assert self._families is not None
@@ -123,7 +136,7 @@ class DeviceSerializer:
         unit = self._book.unit(int(header))
         allocation = self._device.allocate(unit.nbytes)
         try:
-            self._copier.to_device(frame, allocation)
+            self._fill(allocation, frame)
         except BaseException:
             # Now: the traceback refers to it, and may live for long.
             with suppress(DeviceError):
@@ -134,6 +147,17 @@ class DeviceSerializer:
         memory = DeviceMemory(unit, allocation, allocation)
         self._book.enter(memory)
         return memory
+
+    def _fill(self, allocation: Allocation, frame: memoryview) -> None:
+        memory = frame.obj
+        if isinstance(memory, FileMemory):
+            if self.past_host is not None:
+                # The memory is free for use on this stream, and what reads files knows of no streams.
+                self._device.stream("to_device").synchronize()
+                if self.past_host.read(memory.fileno(), allocation):
+                    return
+            frame = memory.load(frame, self._allocate)
+        self._copier.to_device(frame, allocation)
 
     def close(self) -> None:
         """Give pinned memory back. Idempotent."""
@@ -151,6 +175,16 @@ class _UnitStream(FrameStream):
         self.nbytes = allocation.nbytes
         self._serializer = serializer
         self._allocation = allocation
+
+    @property
+    def past_host(self) -> bool:
+        """See :attr:`FrameStream.past_host`."""
+        past_host = self._serializer.past_host
+        return past_host is not None and past_host.worth(self.nbytes)
+
+    def copy_into(self, fd: int, before_each: Callable[[], object]) -> bool:
+        """See :meth:`FrameStream.copy_into`."""
+        return self._serializer.copy_into(self._allocation, fd, before_each)
 
     def copy_to(self, sink: Callable[[memoryview], object]) -> None:
         """See :meth:`FrameStream.copy_to`."""

@@ -18,6 +18,7 @@ from gpuspill.core.residency import Tier
 from gpuspill.device.arrays import ArrayDescription, ArrayRegistry, Recipe
 from gpuspill.device.base import Device
 from gpuspill.device.external import external_types
+from gpuspill.device.past_host import PastHost
 from gpuspill.errors import DataLostError, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.tier.ahead import Lookahead
@@ -57,6 +58,8 @@ class DeviceTier:
         Know composite types; None if there are none.
     allocate
         Gives host buffers.
+    past_host
+        Moves bytes between the device and files; None if nothing can.
     spill_threads, restore_threads
         Background threads.
     name
@@ -88,6 +91,7 @@ class DeviceTier:
         registry: ArrayRegistry | None = None,
         families: Families | None = None,
         allocate: Callable[[int], memoryview] | None = None,
+        past_host: PastHost | None = None,
         spill_threads: int = 1,
         restore_threads: int = 2,
         name: str = "0",
@@ -97,9 +101,9 @@ class DeviceTier:
         self._families = families
         self._book = Book(device, self._registry)
         self._serializer = DeviceSerializer(
-            device, self._book, BufferPool(0).allocate if allocate is None else allocate, families
+            device, self._book, BufferPool(0).allocate if allocate is None else allocate, families, past_host
         )
-        self._records = HostRecords(host)
+        self._records = HostRecords(host, in_place=past_host is not None)
         self.manager = ProxifyManager(
             limit=limit,
             store=self._records,
