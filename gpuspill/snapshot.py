@@ -96,6 +96,8 @@ class Statistics:
         Moves from the device, and back, so far.
     device_direct_spills
         The part of the moves from the device that went to disk in pieces, without being in host memory.
+    device_past_host_spills
+        Writes among these that went past host memory: by GPUDirect Storage, not hashed.
     device_out_of_memory
         Times an allocation on the device did not fit at first.
     """
@@ -148,6 +150,7 @@ class Statistics:
     device_spills: int = 0
     device_restores: int = 0
     device_direct_spills: int = 0
+    device_past_host_spills: int = 0
     device_out_of_memory: int = 0
 
 

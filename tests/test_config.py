@@ -88,6 +88,14 @@ DEVICE = {
     "good": [*((value, None) for value in OFF), ("auto", "auto"), ("simulated", "simulated"), (" CUDA ", "cuda")],
     "bad": ["gpu", 1, True, [], {}, 1.5, object()],
 }
+GDS = {
+    "good": [
+        *((value, None) for value in OFF),
+        (" Auto", "auto"),
+        *((value, "on") for value in (True, 1, 1.0, "on", "TRUE", "yes", "1")),
+    ],
+    "bad": ["gds", "cuda", 2, -1, [], {}, 1.5, object()],
+}
 DEVICE_LIMIT = {
     "good": [("auto", "auto"), *((value, None) for value in NO_BYTES), (0.5, 0.5), ("20 GB", 20 * 10**9), (1024, 1024)],
     "bad": ["lots", "5 apples", -1, True, [], {}, object(), NAN, INF],
@@ -108,6 +116,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "storage_delay": (0.0, SECONDS),
     "device": ("auto", DEVICE),
     "device_memory_limit": ("auto", DEVICE_LIMIT),
+    "gds": (None, GDS),
 }
 
 

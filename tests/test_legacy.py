@@ -53,8 +53,8 @@ def test_what_gpuspill_does_anyway_needs_no_answer(name: str, value: object) -> 
         ("jit-unspill-ignore", "cupy.ndarray", "no type needs an exception"),
         ("jit-unspill-shared-fs", True, "gpuspill.spill-directory"),
         ("spill-on-demand", "off", "gpuspill.device-memory-limit"),
-        ("gds-spilling", True, "by way of host memory"),
-        ("gds-spilling", "perhaps", "by way of host memory"),
+        ("gds-spilling", True, "gpuspill.gds"),
+        ("gds-spilling", "perhaps", "gpuspill.gds"),
     ],
 )
 def test_every_other_setting_is_answered_by_what_replaces_it(name: str, value: object, instead: str) -> None:

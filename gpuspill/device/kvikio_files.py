@@ -13,6 +13,7 @@ import os
 import tempfile
 from typing import Any
 
+from gpuspill.device.base import Allocation
 from gpuspill.device.past_host import DirectFile, FileDriverError, Transfer
 from gpuspill.errors import ConfigError
 
@@ -52,13 +53,13 @@ class _File:
 
     # One task for each: of several, those that are left are not waited for when one fails.
 
-    def write(self, address: int, nbytes: int, offset: int) -> Transfer:
+    def write(self, allocation: Allocation, offset: int, nbytes: int) -> Transfer:
         """Begin to write."""
-        return _begin(self._file.pwrite, address, nbytes, offset)
+        return _begin(self._file.pwrite, allocation, offset, nbytes)
 
-    def read(self, address: int, nbytes: int, offset: int) -> Transfer:
+    def read(self, allocation: Allocation, offset: int, nbytes: int) -> Transfer:
         """Begin to read."""
-        return _begin(self._file.pread, address, nbytes, offset)
+        return _begin(self._file.pread, allocation, offset, nbytes)
 
     def close(self) -> None:
         """Close it."""
@@ -66,9 +67,9 @@ class _File:
             self._file.close()
 
 
-def _begin(call: Any, address: int, nbytes: int, offset: int) -> Transfer:
+def _begin(call: Any, allocation: Allocation, offset: int, nbytes: int) -> Transfer:
     try:
-        return _Transfer(call(_Memory(address, nbytes), nbytes, offset, nbytes))
+        return _Transfer(call(_Memory(allocation.address + offset, nbytes), nbytes, offset, nbytes))
     except Exception as error:
         raise FileDriverError(f"KvikIO reports: {error}") from error
 

@@ -49,11 +49,11 @@ class DirectFile(Protocol):
     Memory is neither changed nor freed before the transfer has ended; transfers may be done in any order.
     """
 
-    def write(self, address: int, nbytes: int, offset: int) -> Transfer:
-        """Begin to write device memory at `offset` of the file. Raises FileDriverError."""
+    def write(self, allocation: Allocation, offset: int, nbytes: int) -> Transfer:
+        """Begin to write bytes from `offset` on of an allocation to the same place in the file. FileDriverError."""
 
-    def read(self, address: int, nbytes: int, offset: int) -> Transfer:
-        """Begin to read bytes at `offset` of the file into device memory. Raises FileDriverError."""
+    def read(self, allocation: Allocation, offset: int, nbytes: int) -> Transfer:
+        """Begin to read bytes from `offset` on of the file to the same place in an allocation. FileDriverError."""
 
     def close(self) -> None:
         """Close it, when no transfer is under way. Never raises."""
@@ -120,8 +120,8 @@ class PastHost:
 
     Attributes
     ----------
-    written, read_back
-        Bytes that went past the host, in each direction.
+    writes, reads
+        Allocations that went past the host, in each direction.
 
     Notes
     -----
@@ -135,8 +135,8 @@ class PastHost:
         self._trust = Trust() if trust is None else trust
         self._piece = piece
         self._lock = threading.Lock()
-        self.written = 0
-        self.read_back = 0
+        self.writes = 0
+        self.reads = 0
 
     def worth(self, nbytes: int) -> bool:
         """Whether to try with so many bytes."""
@@ -161,7 +161,7 @@ class PastHost:
         """
         done = self._move(allocation, fd, before_each, write=True)
         with self._lock:
-            self.written += allocation.nbytes if done else 0
+            self.writes += done
         return done
 
     def read(self, fd: int, allocation: Allocation) -> bool:
@@ -176,7 +176,7 @@ class PastHost:
             return False
         done = self._move(allocation, fd, _nothing, write=False)
         with self._lock:
-            self.read_back += allocation.nbytes if done else 0
+            self.reads += done
         return done
 
     def _move(self, allocation: Allocation, fd: int, before_each: Callable[[], object], *, write: bool) -> bool:
@@ -209,7 +209,7 @@ class PastHost:
 def _in_pieces(
     allocation: Allocation,
     piece: int,
-    begin: Callable[[int, int, int], Transfer],
+    begin: Callable[[Allocation, int, int], Transfer],
     before_each: Callable[[], object],
 ) -> None:
     """Move an allocation in pieces, some of which are under way at once, and wait for all of them."""
@@ -227,7 +227,7 @@ def _in_pieces(
             if len(pending) == _AHEAD:
                 finish()
             nbytes = min(piece, allocation.nbytes - offset)
-            pending.append((begin(allocation.address + offset, nbytes, offset), nbytes))
+            pending.append((begin(allocation, offset, nbytes), nbytes))
         while pending:
             finish()
     finally:

@@ -418,6 +418,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             device_lingering_nbytes=device.lingering_nbytes,
             device_spills=device.spills,
             device_direct_spills=device.direct_spills,
+            device_past_host_spills=device.past_host_spills,
             device_restores=device.restores,
             device_out_of_memory=device.out_of_memory,
         )

@@ -56,6 +56,11 @@ class DeviceSerializer:
 
         self._copier = Copier(device)
 
+    @property
+    def past_host_spills(self) -> int:
+        """Units that were written past host memory."""
+        return 0 if self.past_host is None else self.past_host.writes
+
     def dumps(self, value: object) -> Serialized:
         """Return a unit's bytes as a stream: they are copied when it is read.
 

@@ -33,6 +33,8 @@ class TierStatistics:
         Moves from the device, and back, so far.
     direct_spills
         The part of the moves from the device that went to disk without being in host memory.
+    past_host_spills
+        Writes among these that went past host memory: by GPUDirect Storage, not hashed.
     out_of_memory, out_of_memory_helped
         Times an allocation did not fit, and times something was freed for it.
     loop_io
@@ -51,6 +53,7 @@ class TierStatistics:
     estimated_nbytes: int
     spills: int
     direct_spills: int
+    past_host_spills: int
     restores: int
     out_of_memory: int
     out_of_memory_helped: int

@@ -548,6 +548,7 @@ class DeviceTier:
             estimated_nbytes=self._book.estimated_nbytes,
             spills=statistics.spills,
             direct_spills=self._records.direct,
+            past_host_spills=self._serializer.past_host_spills,
             restores=statistics.restores,
             out_of_memory=self._guard.calls,
             out_of_memory_helped=self._guard.helped,

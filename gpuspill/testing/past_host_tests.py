@@ -1,0 +1,123 @@
+"""What :class:`gpuspill.device.past_host.PastHost` does on every driver of files, as tests.
+
+Make a subclass whose name begins with ``Test``, with a fixture `driver`, and how to make memory and look at it. pytest
+is needed, which is why nothing else imports this module.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuspill.device.past_host import FileDriver, PastHost, Trust
+
+__all__ = ["PastHostTests"]
+
+_PAGE = 4096
+#: Bytes of one transfer here.
+PIECE = 4 * _PAGE
+
+SIZES = [1, 100, _PAGE - 1, _PAGE, _PAGE + 1, PIECE, PIECE + 1, 11 * PIECE, 11 * PIECE + 4000]
+
+
+class PastHostTests:
+    """See the module."""
+
+    def memory(self, content: np.ndarray[Any, Any]) -> Any:
+        """Return an allocation with these bytes, which are there already."""
+        raise NotImplementedError
+
+    def content(self, allocation: Any) -> np.ndarray[Any, Any]:
+        """Return the bytes of an allocation."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def past_host(self, driver: FileDriver) -> PastHost:
+        """Return what is tested."""
+        return PastHost(driver, piece=PIECE)
+
+    @pytest.fixture
+    def fd(self, tmp_path: Path) -> Any:
+        """Yield an open file, written by one process only, as records are made."""
+        fd = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        yield fd
+        os.close(fd)
+
+    @staticmethod
+    def bytes(nbytes: int) -> np.ndarray[Any, Any]:
+        """Return so many bytes, none of which is like its neighbours."""
+        return np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_there_and_back(
+        self, driver: FileDriver, past_host: PastHost, fd: int, tmp_path: Path, nbytes: int
+    ) -> None:
+        """Of every size, aligned or not."""
+        expected = self.bytes(nbytes)
+        os.posix_fallocate(fd, 0, nbytes + -nbytes % _PAGE)
+        calls: list[None] = []
+        assert past_host.write(self.memory(expected), fd, lambda: calls.append(None))
+        assert len(calls) == -(-nbytes // PIECE)
+        stored = (tmp_path / "file").read_bytes()
+        assert stored[:nbytes] == expected.tobytes()
+        assert stored[nbytes:] == bytes(-nbytes % _PAGE)
+        target = self.memory(np.zeros(nbytes, np.uint8))
+        reader = PastHost(driver, piece=PIECE, trust=Trust(minimum=1))
+        again = os.open(tmp_path / "file", os.O_RDONLY)
+        try:
+            (tmp_path / "file").unlink()  # whoever reads has it open
+            assert reader.read(again, target)
+        finally:
+            os.close(again)
+        np.testing.assert_array_equal(self.content(target), expected)
+
+    def test_what_is_behind_it_stays(self, past_host: PastHost, fd: int, tmp_path: Path) -> None:
+        """The footer of a record is written in another way, to pages of its own."""
+        nbytes = PIECE + 77
+        padded = nbytes + -nbytes % _PAGE
+        os.posix_fallocate(fd, 0, padded)
+        assert past_host.write(self.memory(self.bytes(nbytes)), fd, lambda: None)
+        os.pwrite(fd, b"footer", padded)
+        stored = (tmp_path / "file").read_bytes()
+        assert (len(stored), stored[:nbytes], stored[padded:]) == (padded + 6, self.bytes(nbytes).tobytes(), b"footer")
+
+    def test_a_file_that_ends_too_early(self, driver: FileDriver, tmp_path: Path, caplog: Any) -> None:
+        """Fewer bytes than asked for are a failure."""
+        path = tmp_path / "short"
+        path.write_bytes(bytes(3 * PIECE - 1))
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            reader = PastHost(driver, piece=PIECE, trust=Trust(minimum=1))
+            assert not reader.read(fd, self.memory(np.ones(3 * PIECE, np.uint8)))
+        finally:
+            os.close(fd)
+        assert len(caplog.records) == 1
+
+    def test_interrupted_between_two_pieces(self, past_host: PastHost, fd: int) -> None:
+        """What is raised is passed on, and is no failure of the driver."""
+        os.posix_fallocate(fd, 0, 11 * PIECE)
+        calls: list[None] = []
+
+        def interrupt() -> None:
+            calls.append(None)
+            if len(calls) == 7:
+                raise KeyError("stop")
+
+        with pytest.raises(KeyError, match="stop"):
+            past_host.write(self.memory(self.bytes(11 * PIECE)), fd, interrupt)
+        assert past_host.writes == 0
+        assert past_host.worth(2**20)
+
+    def test_a_file_that_cannot_be_opened(self, past_host: PastHost, caplog: Any) -> None:
+        """It is said once, and not tried for ever."""
+        allocation = self.memory(self.bytes(PIECE))
+        assert not past_host.write(allocation, 10**6, lambda: None)
+        assert not past_host.write(allocation, 10**6, lambda: None)
+        assert past_host.worth(2**20)
+        assert not past_host.write(allocation, 10**6, lambda: None)
+        assert not past_host.worth(2**20)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
