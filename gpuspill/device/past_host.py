@@ -46,7 +46,8 @@ class Transfer(Protocol):
 class DirectFile(Protocol):
     """A file that device memory is written to or read from. Used by one thread.
 
-    Memory is neither changed nor freed before the transfer has ended; transfers may be done in any order.
+    Who begins a transfer keeps the file and the memory, and changes neither, until it has ended. Several may be under
+    way, and are done in any order.
     """
 
     def write(self, allocation: Allocation, offset: int, nbytes: int) -> Transfer:

@@ -53,6 +53,7 @@ _FIXED = (
     "clean_copies",
     "buffer_pool",
     "device",
+    "gds",
     "storage_delay",
 )
 

@@ -120,7 +120,8 @@ class TestKvikio(PastHostTests):
         files = KvikioFiles()
         (tmp_path / "try").write_bytes(b"x")
         try:
-            files.open(str(tmp_path / "try"), write=False).read(Memory(np.zeros(1, np.uint8)), 0, 1).get()
+            file = files.open(str(tmp_path / "try"), write=False)
+            file.read(Memory(np.zeros(1, np.uint8)), 0, 1).get()
         except FileDriverError as error:
             pytest.skip(f"KvikIO does not take host memory here: {error}")
         return files

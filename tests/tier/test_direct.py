@@ -30,7 +30,17 @@ HEADER = 1
 class Rig:
     """A device tier over a host that is full of one value, which could leave, and no more than that."""
 
-    def __init__(self, directory, *, memory=64 * UNIT, limit=None, host_limit=FILLER, disk_limit=None, piece=PIECE):
+    def __init__(
+        self,
+        directory,
+        *,
+        memory=64 * UNIT,
+        limit=None,
+        host_limit=FILLER,
+        disk_limit=None,
+        piece=PIECE,
+        past_host=lambda device: None,
+    ):
         self.device = SimulatedDevice(memory, bandwidth=1e6, latency=0.5, clock=ManualClock())
         self.device.plan = lambda: CopyPlan(piece)
         self.files = FileStore(directory)
@@ -40,7 +50,8 @@ class Rig:
         )
         self.host.store("filler", bytearray(FILLER))
         self.allocated = []
-        self.tier = DeviceTier(self.device, self.host, limit=limit, allocate=self.allocate)
+        self.past_host = past_host(self.device)
+        self.tier = DeviceTier(self.device, self.host, limit=limit, allocate=self.allocate, past_host=self.past_host)
         self.keys = {}
 
     def allocate(self, nbytes):
