@@ -2,7 +2,7 @@
 # What needs a GPU, on one: ci/test_gpu.sh [arguments for pytest]
 #
 # The conformance suites on CUDA, running out of memory with RMM, arrays of CuPy, Numba, PyTorch and RMM through device, host,
-# disk and back, and how fast copies are. Makes an environment of its own first, which takes a few minutes; the rest is to be
+# disk and back, past host memory too, and how fast copies are. Makes an environment of its own first, which takes a few minutes; the rest is to be
 # done within six. Figures go to gpu-bandwidth.json, and as lines for docs/benchmarks.md to the terminal.
 #
 # PYTHON  interpreter to make the environment with (default: python3)
@@ -31,7 +31,7 @@ esac
 if [ ! -e "$VENV/.gpu-$cuda" ]; then
     ci/venv.sh
     "$VENV/bin/python" -m pip install -qq --no-input --disable-pip-version-check \
-        "cupy-cuda${cuda}x" "rmm-cu$cuda" "numba-cuda[cu$cuda]" nvidia-ml-py
+        "cupy-cuda${cuda}x" "rmm-cu$cuda" "numba-cuda[cu$cuda]" "kvikio-cu$cuda" nvidia-ml-py
     [ "${TORCH:-1}" = 0 ] || "$VENV/bin/python" -m pip install -qq --no-input --disable-pip-version-check torch
     touch "$VENV/.gpu-$cuda"
 fi
@@ -43,7 +43,8 @@ start=$SECONDS
 status=0
 timeout 300 "$VENV/bin/python" -m pytest -m gpu --session-timeout=280 --durations=5 tests/gpu "$@" || status=$?
 # What is checked without a GPU as well, but here with the libraries' own functions.
-timeout 60 "$VENV/bin/python" -m pytest -q tests/device/test_cuda.py tests/device/test_rmm_chain.py || status=$?
+timeout 60 "$VENV/bin/python" -m pytest -q tests/device/test_cuda.py tests/device/test_rmm_chain.py \
+    tests/device/test_kvikio_files.py || status=$?
 PYTHONPATH=. timeout 60 "$VENV/bin/python" ci/gpu_bandwidth.py --json gpu-bandwidth.json --check || status=$?
 took=$((SECONDS - start))
 echo "took $took s"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gpuspill.device.base import Allocation, Layout, StreamKind
+from gpuspill.device.host import HostArray
 from gpuspill.device.past_host import FileDriverError
 from gpuspill.device.simulated import SimulatedAllocation, SimulatedDevice, SimulatedEvent
 
@@ -80,7 +81,7 @@ class FakeFiles:
         with self._lock:
             self.under_way -= 1
 
-    def copy(self, kind: StreamKind, allocation: Allocation, offset: int, host: np.ndarray) -> SimulatedEvent:  # type: ignore[type-arg]
+    def copy(self, kind: StreamKind, allocation: Allocation, offset: int, host: HostArray) -> SimulatedEvent:
         """Enqueue a copy between an allocation and host memory."""
         ours = allocation if isinstance(allocation, SimulatedAllocation) else None
         if ours is None:
@@ -135,8 +136,8 @@ class _Transfer:
                 raise FileDriverError("the driver is gone")
             part = self._host[: self._host.nbytes if nbytes is None else nbytes]
             if self._event is not None:
-                return os.pwrite(file.fd, part, self._offset)
-            moved = os.preadv(file.fd, [part], self._offset)
+                return os.pwrite(file.fd, part.data, self._offset)
+            moved = os.preadv(file.fd, [part.data], self._offset)
             if moved:
                 driver.copy("to_device", self._allocation, self._offset, part[:moved]).wait()
             return moved

@@ -10,11 +10,13 @@ from gpuspill.device.adapters import SimulatedAdapter
 from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.base import CopyPlan
 from gpuspill.device.gpu import GpuDevice
+from gpuspill.device.past_host import PastHost, Trust
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.fake_driver import FakeDriver
+from gpuspill.testing.fake_files import FakeFiles
 from gpuspill.tier import DeviceTier
 
 KB = 1024
@@ -40,14 +42,22 @@ class Adapter(SimulatedAdapter):
 
 
 class Rig:
-    def __init__(self, directory, *, limit=None, staged=False, chunk=1000):
+    def __init__(self, directory, *, limit=None, staged=False, chunk=1000, past_host=False):
         self.simulated = SimulatedDevice(MEMORY, bandwidth=1e6, latency=1e-3, clock=ManualClock())
         self.driver = FakeDriver(self.simulated)
         self.device = GpuDevice(self.driver, plan=CopyPlan(chunk, staged))
         self.disk = FileStore(directory)
         self.host = ProxifyManager(limit=None, store=self.disk, serializer=PickleSerializer(), sizeof=lambda value: 100)
         self.adapter = Adapter(self.driver)
-        self.tier = DeviceTier(self.device, self.host, limit=limit, registry=ArrayRegistry([self.adapter]))
+        files = FakeFiles(self.simulated, self.driver.find)
+        self.past_host = PastHost(files, trust=Trust(minimum=1)) if past_host else None
+        self.tier = DeviceTier(
+            self.device,
+            self.host,
+            limit=limit,
+            registry=ArrayRegistry([self.adapter]),
+            past_host=self.past_host,
+        )
         self.skeletons = {}
 
     def put(self, key, value):
@@ -170,3 +180,24 @@ def test_a_unit_that_is_larger_than_its_staging(make):
         rig.put("x", asarray(values))
         rig.to_disk()
         np.testing.assert_array_equal(asnumpy(rig.get("x")), values)
+
+
+def test_past_host_memory_when_the_host_is_full(tmp_path):
+    """Of memory that is waited for as a whole, into memory that is waited for by the stream it was allocated on."""
+    rig = Rig(tmp_path, past_host=True)
+    with simulated.use(rig.simulated):
+        array = asarray(np.arange(1000.0).reshape(20, 50)) + 1.0
+        rig.put("whole", {"a": array, "b": array[3:7, ::2]})
+        del array
+        rig.host.set_limit(0, None)
+        for spills in (1, 2):
+            rig.to_disk()
+            assert rig.tier.statistics().past_host_spills == spills
+            assert rig.simulated.statistics().live_bytes == 0
+            value = rig.get("whole")
+            np.testing.assert_array_equal(asnumpy(value["a"]), np.arange(1000.0).reshape(20, 50) + 1)
+            np.testing.assert_array_equal(asnumpy(value["b"]), (np.arange(1000.0).reshape(20, 50) + 1)[3:7, ::2])
+            assert rig.past_host.reads == spills
+            del value
+        assert rig.device.statistics().pinned_bytes == 0
+    rig.close()
