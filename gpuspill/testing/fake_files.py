@@ -120,10 +120,10 @@ class _Transfer:
         self._allocation = allocation
         self._offset = offset
         self._host = np.empty(nbytes, np.uint8)
+        # Device memory is read from now on; when it is written is known only once the file was read.
+        self._event = file.driver.copy("to_host", allocation, offset, self._host) if what == "write" else None
         self._number = file.driver.begin(what)
         file.under_way += 1
-        # What the device's memory is read for begins now; what a file is read for is known when it ends.
-        self._event = file.driver.copy("to_host", allocation, offset, self._host) if what == "write" else None
 
     def get(self) -> int:
         """Wait for it."""

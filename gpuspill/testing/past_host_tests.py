@@ -7,6 +7,7 @@ is needed, which is why nothing else imports this module.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import numpy as np
 import pytest
 
 from gpuspill.device.past_host import FileDriver, PastHost, Trust
+from gpuspill.storage.base import FrameStream
+from gpuspill.storage.files import FileStore
+from gpuspill.storage.inplace import FileMemory, InPlace
 
 __all__ = ["PastHostTests"]
 
@@ -22,6 +26,25 @@ _PAGE = 4096
 PIECE = 4 * _PAGE
 
 SIZES = [1, 100, _PAGE - 1, _PAGE, _PAGE + 1, PIECE, PIECE + 1, 11 * PIECE, 11 * PIECE + 4000]
+
+
+class _Stream(FrameStream):
+    """The frame of an allocation."""
+
+    past_host = True
+
+    def __init__(self, way: PastHost, allocation: Any) -> None:
+        self.nbytes = allocation.nbytes
+        self._way = way
+        self._allocation = allocation
+
+    def copy_into(self, fd: int, before_each: Callable[[], object]) -> bool:
+        """See :meth:`FrameStream.copy_into`."""
+        return self._way.write(self._allocation, fd, before_each)
+
+    def copy_to(self, sink: Callable[[memoryview], object]) -> None:
+        """See :meth:`FrameStream.copy_to`."""
+        raise AssertionError("it did not go past the host")
 
 
 class PastHostTests:
@@ -84,6 +107,24 @@ class PastHostTests:
         os.pwrite(fd, b"footer", padded)
         stored = (tmp_path / "file").read_bytes()
         assert (len(stored), stored[:nbytes], stored[padded:]) == (padded + 6, self.bytes(nbytes).tobytes(), b"footer")
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_as_a_record(self, driver: FileDriver, tmp_path: Path, nbytes: int) -> None:
+        """Its footer is written, and its frame may be read, by the page cache."""
+        past_host = PastHost(driver, piece=PIECE, trust=Trust(minimum=1))
+        expected = self.bytes(nbytes)
+        with FileStore(tmp_path) as store:
+            receipt = store.write(b"header", [_Stream(past_host, self.memory(expected))])
+            assert not receipt.hashed
+            header, (frame,) = store.read(receipt)
+            assert (header, bytes(frame)) == (b"header", expected.tobytes())
+            header, (frame,) = store.read(receipt, InPlace())
+            assert isinstance(frame.obj, FileMemory)
+            target = self.memory(np.zeros(nbytes, np.uint8))
+            assert past_host.read(frame.obj.fileno(), target)
+            np.testing.assert_array_equal(self.content(target), expected)
+            del frame
+            store.validate()
 
     def test_a_file_that_ends_too_early(self, driver: FileDriver, tmp_path: Path, caplog: Any) -> None:
         """Fewer bytes than asked for are a failure."""

@@ -289,6 +289,21 @@ def test_nothing_of_it_is_in_host_memory(rig):
     assert rig.device.statistics().pinned_bytes == 0
 
 
+@only_past
+def test_what_had_the_memory_before_is_done_with_it(rig):
+    """On the stream on which it was allocated: what reads files waits for none."""
+    rig.put("x", asarray(numbers()))
+    rig.leave()
+    other = rig.device.allocate(8)
+    late = rig.device.copy_to_device(bytes(8), other, rig.device.stream("to_device"))
+    found = []
+    rig.storage.fault = lambda what, number: found.append(rig.device.statistics().copies_in_flight)
+    np.testing.assert_array_equal(asnumpy(rig.get("x")), numbers())
+    went_past(rig, 1)
+    assert found == [0] * PIECES
+    assert late.done()
+
+
 def broken(what, nth):
     def fault(kind, number):
         if kind == what and number == nth:
