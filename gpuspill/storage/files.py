@@ -184,7 +184,8 @@ class FileStore(Store):
         counts.writes = 1
         counts.bytes_written = receipt.nbytes
         counts.payload_written = receipt.payload_nbytes
-        self._codecs.observe_write(receipt.nbytes, counts.write_seconds)
+        if receipt.hashed:  # else somebody else wrote it, and waited for others than the disk
+            self._codecs.observe_write(receipt.nbytes, counts.write_seconds)
         return receipt
 
     def _begin_write(self) -> int:
