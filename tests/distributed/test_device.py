@@ -13,10 +13,13 @@ from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
 import gpuspill
 from gpuspill import simulated
 from gpuspill.config import Settings
+from gpuspill.device.past_host import PastHost, Trust
+from gpuspill.distributed import factory
 from gpuspill.distributed.devices import device_limit, find_device
 from gpuspill.errors import ConfigError, DataLostError
 from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
 from gpuspill.simulated import current as current_device
+from gpuspill.testing.fake_files import FakeFiles
 from gpuspill.tier import Internal, Skeleton
 
 from .clusters import spilling
@@ -36,6 +39,14 @@ def device(monkeypatch):
     yield device
     device.validate()
     assert device.statistics().violations == 0
+
+
+@pytest.fixture
+def past_host(device, monkeypatch):
+    """Let there be GPUDirect Storage for the process's device."""
+    past_host = PastHost(FakeFiles(device), trust=Trust(minimum=CHUNK), piece=4 * KB)
+    monkeypatch.setattr(factory, "find_past_host", lambda settings, device, directory: past_host)
+    return past_host
 
 
 def on_device(*, limits=(1, LIMIT * 2), nthreads=ONE, config=None, **options):
@@ -110,6 +121,22 @@ async def test_a_pipeline_four_times_the_device_and_twice_the_host(c, s, a, devi
     assert (statistics.units, statistics.device_nbytes, statistics.lingering_nbytes) == (0, 0, 0)
     assert device.statistics().live_bytes == 0
     assert not a.data.manager.keys()
+
+
+@on_device()
+async def test_a_pipeline_whose_values_go_past_host_memory(c, s, a, past_host, device):
+    n, chunk = 512, 64
+    host = np.random.default_rng(2).integers(0, 1000, (n, n))
+    x = c.persist(da.from_array(host, chunks=chunk, name=False).map_blocks(asarray))
+    await wait(x)
+    await checked(a)
+    y = (x + x.T).sum(axis=0)
+    np.testing.assert_array_equal(asnumpy(await c.compute(y)), (host + host.T).sum(axis=0))
+    statistics = await checked(a)
+    assert 0 < statistics.past_host_spills <= statistics.direct_spills
+    assert a.data.statistics().device_past_host_spills == statistics.past_host_spills
+    assert past_host.reads > 0
+    assert past_host.worth(CHUNK)
 
 
 @on_device()
