@@ -6,11 +6,17 @@ import types
 import numpy as np
 import pytest
 
+from gpuspill import simulated
 from gpuspill.device import kvikio_files as module
 from gpuspill.device.kvikio_files import KvikioFiles, kvikio_files
-from gpuspill.device.past_host import FileDriverError
+from gpuspill.device.past_host import FileDriverError, PastHost, Trust
 from gpuspill.errors import ConfigError
+from gpuspill.manager import ProxifyManager
+from gpuspill.serialization import PickleSerializer
+from gpuspill.simulated import ManualClock, SimulatedDevice
+from gpuspill.storage.files import FileStore
 from gpuspill.testing.past_host_tests import PastHostTests
+from gpuspill.tier import DeviceTier
 
 
 class FakeKvikio(types.ModuleType):
@@ -111,20 +117,22 @@ class Memory:
         self.nbytes = self.array.nbytes
 
 
+@pytest.fixture
+def driver(tmp_path):
+    """KvikIO itself, if it takes host memory here."""
+    pytest.importorskip("kvikio")
+    files = KvikioFiles()
+    (tmp_path / "try").write_bytes(b"x")
+    try:
+        file = files.open(str(tmp_path / "try"), write=False)
+        file.read(Memory(np.zeros(1, np.uint8)), 0, 1).get()
+    except FileDriverError as error:
+        pytest.skip(f"KvikIO does not take host memory here: {error}")
+    return files
+
+
 class TestKvikio(PastHostTests):
     """The library itself, through its compatibility mode: all of the adapter but the GPU."""
-
-    @pytest.fixture
-    def driver(self, tmp_path):
-        pytest.importorskip("kvikio")
-        files = KvikioFiles()
-        (tmp_path / "try").write_bytes(b"x")
-        try:
-            file = files.open(str(tmp_path / "try"), write=False)
-            file.read(Memory(np.zeros(1, np.uint8)), 0, 1).get()
-        except FileDriverError as error:
-            pytest.skip(f"KvikIO does not take host memory here: {error}")
-        return files
 
     def memory(self, content):
         return Memory(content)
@@ -135,3 +143,51 @@ class TestKvikio(PastHostTests):
     def test_without_a_gpu_it_is_not_used(self, driver, tmp_path):
         with pytest.raises(ConfigError, match=r"nvidia-fs|KVIKIO_COMPAT_MODE|cuFile does not take"):
             kvikio_files(str(tmp_path))
+
+
+class OnSimulated:
+    """KvikIO for a simulated device, whose memory is in the host's: what is written is really there at once."""
+
+    def __init__(self, files):
+        self.files = files
+        self.opened = 0
+
+    def open(self, path, *, write):
+        self.opened += 1
+        file = self.files.open(path, write=write)
+
+        def begin(call):
+            def at(allocation, offset, nbytes):
+                return call(types.SimpleNamespace(address=allocation.host_address), offset, nbytes)
+
+            return at
+
+        return types.SimpleNamespace(write=begin(file.write), read=begin(file.read), close=file.close)
+
+
+def test_units_to_disk_and_back(driver, tmp_path):
+    """Of sizes that are pages, and are not; each time a record with a footer behind it."""
+    device = SimulatedDevice(2**26, clock=ManualClock())
+    past_host = PastHost(OnSimulated(driver), piece=4 * 4096, trust=Trust(minimum=1))
+    store = FileStore(tmp_path)
+    host = ProxifyManager(limit=0, store=store, serializer=PickleSerializer(), sizeof=lambda value: 100)
+    tier = DeviceTier(device, host, limit=None, past_host=past_host)
+    values = [np.random.default_rng(n).random(n) for n in (1, 511, 512, 513, 2**17, 2**17 + 1)]
+    with simulated.use(device):
+        kept = [tier.proxify([simulated.asarray(value)]) for value in values]
+        for rounds in (1, 2):
+            tier.settle()
+            tier.manager.evict_all()
+            assert device.statistics().live_bytes == 0
+            assert store.statistics().payload_nbytes == sum(value.nbytes for value in values)
+            for skeleton, value in zip(kept, values, strict=True):
+                (array,) = tier.resolve(skeleton)
+                np.testing.assert_array_equal(simulated.asnumpy(array), value)
+            del array
+            assert past_host.writes == past_host.reads == rounds * len(values)
+            assert store.statistics().records == 0
+        kept.clear()
+    tier.close()
+    host.close()
+    device.validate()
+    assert device.statistics().violations == 0
