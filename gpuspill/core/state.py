@@ -440,7 +440,7 @@ class SpillState:
         self.counters.spills += 1
         self.counters.spilled_nbytes += entry.nbytes
         refusals, entry.refusals = entry.refusals, 0
-        if not entry.keys and not entry.residency.pins:
+        if not self._in_use(entry):
             self._release_if_unused(entry)
         elif entry.renewed:
             entry.renewed = False

@@ -25,3 +25,18 @@ def test_who_waits_is_not_let_go_between_two_kinds_of_candidates():
     state.validate()
     assert waiting.granted
     assert not waiting.overrun
+
+
+def test_a_record_of_memory_that_only_views_are_left_of_is_given_up_for_others():
+    """Its key went while it was written, and a view keeps it in memory: what was written is redundant."""
+    state = SpillState(limit=100, disk_limit=60)
+    base = state.insert("base", 50)
+    assert state.next_spill(force=True) == base
+    state.insert("view", 10, parts=(base,), apart_nbytes=60)
+    state.remove("base")
+    assert state.reserve_record(base, 50)
+    state.complete_spill(base, 50)
+    state.validate()
+    state.insert_below("other", 30, 30)
+    state.validate()
+    assert state.take_effects().deleted == [base]
