@@ -157,17 +157,17 @@ class Statistics:
 def take_snapshot(metadata: Metadata, restorer: Restorer) -> Statistics:
     """Return the numbers of one manager, all of the same moment. O(1) but for the waiting line."""
     with metadata as state:
-        counters, totals, ledger = state.counters, metadata.totals, state.ledger
+        counters, totals, ledger, charges = state.counters, metadata.totals, state.ledger, state.charges
         return Statistics(
             limit=state.memory.limit,
             disk_limit=state.disk.limit,
             keys=len(ledger.keys),
             values=len(ledger.entries),
-            host_keys=len(ledger.entries) - state.away,
-            disk_keys=state.spilled,
+            host_keys=len(ledger.entries) - charges.away,
+            disk_keys=charges.spilled,
             host_nbytes=state.memory.used,
-            pinned_nbytes=state.pinned_nbytes,
-            spilled_nbytes=state.spilled_nbytes,
+            pinned_nbytes=charges.pinned_nbytes,
+            spilled_nbytes=charges.spilled_nbytes,
             disk_nbytes=state.disk.used,
             reserved_nbytes=state.memory.reserved,
             offset_nbytes=state.memory.offset,
@@ -183,8 +183,8 @@ def take_snapshot(metadata: Metadata, restorer: Restorer) -> Statistics:
             spill_failures=counters.spill_failures,
             restore_failures=counters.restore_failures,
             lost=counters.lost,
-            unspillable=state.unspillable,
-            set_aside=state.set_aside,
+            unspillable=charges.unspillable,
+            set_aside=state.candidates.set_aside,
             waits=counters.waits,
             overruns=counters.overruns,
             wait_seconds=totals["wait"],

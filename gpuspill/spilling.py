@@ -80,7 +80,7 @@ class Spiller:
             loose = state.loose
             # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
             # are let go at this very point, and would wait for ever if there always were something to try.
-            if pid is None and state.set_aside and state.memory.over():
+            if pid is None and state.candidates.set_aside and state.memory.over():
                 pause = self._try_again(state, metadata.clock())
         if pid is None:
             # What was dropped may be gone by now, and what it kept in memory has become a candidate.
@@ -91,16 +91,16 @@ class Spiller:
     def _try_again(self, state: SpillState, now: float) -> float:
         """Make candidates of what was set aside, as far as it is time for that; return the seconds until it is."""
         pause = float("inf")
-        if state.relieved != self._relieved:
-            self._relieved = state.relieved
+        if state.candidates.relieved != self._relieved:
+            self._relieved = state.candidates.relieved
             self._blocked.relent(now)
         held = blocked = 0
-        if state.held:
+        if state.candidates.held:
             pause = self._held.left(now)
             if pause <= 0:
                 self._held.start(now)
                 held = _HELD_AT_A_TIME
-        if state.blocked:
+        if state.candidates.blocked:
             left = self._blocked.left(now)
             pause = min(pause, left)
             if left <= 0:
@@ -190,7 +190,7 @@ class Spiller:
         with metadata as state:
             metadata.forbid_nested("write to disk")
             reservation = state.reserve_below(raw)
-            blocked, disk_limit = state.blocked, state.disk.limit
+            blocked, disk_limit = state.candidates.blocked, state.disk.limit
         if reservation is None and blocked:
             raise StorageError(errno.EAGAIN, f"{key!r} cannot be written: the disk refused {blocked} other values")
         if reservation is None:

@@ -2,15 +2,25 @@
 
 No threads, clock, files or dask in here, so a test can drive a million steps a minute. The one
 object the rest of gpuspill talks to is :class:`~gpuspill.core.state.SpillState`; the other modules
-are its parts:
+are its parts, each of which knows those below it only:
 
 =========================================  ==========================================================
-:mod:`~gpuspill.core.residency`            one proxy: its copies, its move in flight, its pins
-:mod:`~gpuspill.core.ledger`               key <-> proxy, bytes a tier holds
-:mod:`~gpuspill.core.budget`               limits, reservations, the queue of those who wait for
-room
-:mod:`~gpuspill.core.policy`               eviction order: recency and next use
-:mod:`~gpuspill.core.sizes`                what serialising teaches about ``sizeof``
 :mod:`~gpuspill.core.state`                all of them together: events in, decisions out
+:mod:`~gpuspill.core.spills`               moves down: what is written next, how that ends
+:mod:`~gpuspill.core.restores`             moves up, on demand and ahead of use
+:mod:`~gpuspill.core.room`                 who may add bytes now, who waits; eviction without a write
+:mod:`~gpuspill.core.lifetimes`            how values leave memory and the books; what they kept alive
+:mod:`~gpuspill.core.records`              the quota of the disk; records that are redundant
+:mod:`~gpuspill.core.candidates`           what may be evicted, and what is set aside for a while
+:mod:`~gpuspill.core.charges`              what is charged in memory, and sums for statistics
+:mod:`~gpuspill.core.effects`              what has to be done outside after an event
+:mod:`~gpuspill.core.readahead`            how much may be read ahead of its use
+:mod:`~gpuspill.core.policy`               eviction order: recency and next use
+:mod:`~gpuspill.core.budget`               limits, reservations, the line of those who wait for room
+:mod:`~gpuspill.core.ledger`               key <-> proxy, bytes a tier holds
+:mod:`~gpuspill.core.residency`            one proxy: its copies, its move in flight, its pins
 =========================================  ==========================================================
+
+Two are used beside it: :mod:`~gpuspill.core.sizes`, what serialising teaches about ``sizeof``, and
+:mod:`~gpuspill.core.backoff`, how long to wait before something is tried again.
 """

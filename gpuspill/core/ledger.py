@@ -73,6 +73,31 @@ class Entry:
     leaving: int = 0
     loose: bool = False
 
+    @property
+    def needed(self) -> bool:
+        """Whether a key, a pin, a move or another value needs it."""
+        residency = self.residency
+        return bool(self.keys or residency.pins or residency.target is not None or self.owners or self.loose)
+
+    @property
+    def evictable(self) -> bool:
+        """Whether eviction may consider it, now or later."""
+        residency = self.residency
+        return (
+            residency.resident
+            and not residency.pins
+            and residency.target is None
+            and not self.owners
+            and not self.loose
+            and (not self.unspillable or residency.has(Tier.DISK))
+        )
+
+    @property
+    def charged(self) -> bool:
+        """Whether its bytes count as used: it is in memory or on its way there."""
+        residency = self.residency
+        return residency.resident or residency.target == residency.origin
+
 
 class Ledger:
     """Keys, proxies and totals. Not thread-safe."""
@@ -133,8 +158,7 @@ class Ledger:
             for key in entry.keys:
                 assert self.keys[key] is entry, (key, entry)
             residency = entry.residency
-            arriving = residency.target == residency.origin
-            if residency.resident or arriving:
+            if entry.charged:
                 total += entry.nbytes
             if residency.has(Tier.DISK) or residency.target == Tier.DISK:
                 disk_total += entry.disk_nbytes

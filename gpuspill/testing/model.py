@@ -297,10 +297,10 @@ class Model:
         assert state.memory.offset == self.offset
         assert state.disk.used == self.disk_used
         assert state.disk.reserved == sum(self.arriving.values())
-        assert state.pinned_nbytes == sum(value.charged for value in values if value.pins)
+        assert state.charges.pinned_nbytes == sum(value.charged for value in values if value.pins)
         spilled = [value.nbytes for value in values if value.state is State.SPILLED]
-        assert (state.spilled, state.spilled_nbytes) == (len(spilled), sum(spilled))
-        assert state.unspillable == sum(value.unspillable for value in values)
+        assert (state.charges.spilled, state.charges.spilled_nbytes) == (len(spilled), sum(spilled))
+        assert state.charges.unspillable == sum(value.unspillable for value in values)
         counters = asdict(state.counters)
         del counters["records_reclaimed"]  # which of several, and so how many, is the state's choice
         assert counters == {name: self.counts[name] for name in counters}

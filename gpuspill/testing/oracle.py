@@ -79,7 +79,7 @@ class Oracle(Model):
 
     def reserve_below(self, nbytes: int) -> Reservation | None:
         """See :meth:`SpillState.reserve_below`."""
-        before, free, blocked = self.disk_used, self.disk_free, self.state.blocked > 0
+        before, free, blocked = self.disk_used, self.disk_free, self.state.candidates.blocked > 0
         reservation = self.state.reserve_below(nbytes)
         if reservation is not None:
             self.arriving[reservation] = nbytes

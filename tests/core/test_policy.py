@@ -356,7 +356,7 @@ def test_one_deletion_does_not_reconsider_all_that_the_disk_refused():
         while (pid := state.next_spill()) is not None:
             assert not state.reserve_record(pid, NBYTES)
             state.fail_spill(pid, forever=False)
-        assert state.set_aside == count
+        assert state.candidates.set_aside == count
         lines[count] = count_lines(lambda state=state: state.remove("on disk"))
         assert 0 < len(state.queue) < 50
         spill(state)

@@ -1,0 +1,200 @@
+"""Which values may be evicted, in which order, and which are left alone for a while.
+
+A value is a *candidate* when it is in memory, nobody pins it, nothing moves, no other value keeps it alive, and it is
+not unspillable. Two kinds of candidates are set aside until they are tried again:
+
+- **held** ones: somebody outside holds on to the value, so evicting it would free nothing;
+- **blocked** ones: the last spill failed for a reason that may pass (disk full, quota, I/O error).
+
+Setting them aside is what keeps one bad value from stopping the others. A blocked one stays so when it is used
+meanwhile: that makes no room on disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+
+from gpuspill.core.ledger import Entry, Ledger
+from gpuspill.core.policy import EvictionQueue, NextUse, Order
+from gpuspill.core.residency import Tier
+
+__all__ = ["Candidates"]
+
+
+class Candidates:
+    """Every candidate, in exactly one of three places: the queue, held, or blocked.
+
+    Parameters
+    ----------
+    ledger
+        The values.
+    held
+        ``held(pid)`` tells whether somebody outside holds on to a value in memory. Must be fast and must not call back.
+
+    Attributes
+    ----------
+    queue
+        Those that may go now.
+    uses
+        Which keys are going to be read, and when.
+    relieved
+        How often records went and left room on disk.
+
+    Notes
+    -----
+    Not thread-safe. O(log n) or better, amortised, but for :meth:`validate`.
+    """
+
+    def __init__(self, ledger: Ledger, held: Callable[[int], bool]) -> None:
+        self.queue = EvictionQueue()
+        self.uses = NextUse()
+        self.relieved = 0
+        self._keys = ledger.keys
+        self._entries = ledger.entries
+        self._is_held = held
+        self._held: dict[int, None] = {}
+        self._blocked: dict[int, None] = {}
+        self._freed = 0  # bytes of records that went since values are blocked, and for which none was tried again
+
+    @property
+    def held(self) -> int:
+        """Number of values that are set aside because somebody held them."""
+        return len(self._held)
+
+    @property
+    def blocked(self) -> int:
+        """Number of values that are set aside because they could not be written."""
+        return len(self._blocked)
+
+    @property
+    def set_aside(self) -> int:
+        """Number of values that :meth:`retry` would consider again."""
+        return len(self._held) + len(self._blocked)
+
+    def __bool__(self) -> bool:
+        """Whether there are any, set aside or not."""
+        return bool(self.queue or self._held or self._blocked)
+
+    # -- where a value belongs -----------------------------------------------------------------------
+
+    def classify(self, entry: Entry) -> None:
+        """Something about the value changed: put it where it belongs, as used just now."""
+        pid = entry.pid
+        if not entry.evictable:
+            self.unlist(pid)
+            return
+        if pid in self._held or pid in self._blocked:
+            return
+        if entry.refused:
+            self._blocked[pid] = None
+            return
+        order = self._next_use(entry)
+        if order is not None:
+            entry.had_use = True
+        spent = entry.had_use
+        self.queue.add(pid, order, spent=spent, clean=spent and entry.residency.has(Tier.DISK))
+
+    def unlist(self, pid: int) -> None:
+        """It is no candidate any more."""
+        self.queue.discard(pid)
+        self._held.pop(pid, None)
+        self._blocked.pop(pid, None)
+
+    def dirtied(self, entry: Entry) -> None:
+        """Its record was given up: it keeps its place, but evicting it would be a write."""
+        self.queue.dirty(entry.pid)
+        if not entry.evictable:
+            self.unlist(entry.pid)
+
+    def expect(self, key: Hashable, user: Hashable, order: Order) -> None:
+        """`user` is going to read `key`, which need not exist yet."""
+        self.uses.expect(key, user, order)
+        self._use_changed(key)
+
+    def unexpect(self, key: Hashable, user: Hashable) -> None:
+        """`user` has read `key` or never will."""
+        if self.uses.drop(key, user):
+            self._use_changed(key)
+
+    def _use_changed(self, key: Hashable) -> None:
+        entry = self._keys.get(key)
+        if entry is not None:
+            entry.had_use = True
+            if entry.pid in self.queue:
+                self.classify(entry)
+
+    def _next_use(self, entry: Entry) -> Order | None:
+        if len(entry.keys) == 1:
+            (key,) = entry.keys
+            return self.uses.next(key)
+        return min((use for key in entry.keys if (use := self.uses.next(key)) is not None), default=None)
+
+    # -- choosing ------------------------------------------------------------------------------------
+
+    def next(self) -> Entry | None:
+        """Return the next victim, without taking it out. Those before it that somebody holds are set aside."""
+        while (pid := self.queue.peek()) is not None:
+            if not self._set_aside_if_held(pid):
+                return self._entries[pid]
+        return None
+
+    def available(self, pid: int) -> bool:
+        """Whether this one may go now, whatever its turn. It is set aside if somebody holds it."""
+        return pid in self.queue and not self._set_aside_if_held(pid)
+
+    def _set_aside_if_held(self, pid: int) -> bool:
+        if not self._is_held(pid):
+            return False
+        self.queue.discard(pid)
+        self._held[pid] = None
+        return True
+
+    # -- trying again --------------------------------------------------------------------------------
+
+    def retry(self, held: int, blocked: int) -> None:
+        """Make candidates for now of so many at most of those set aside of each kind, longest set aside first."""
+        for pid in list(itertools.islice(self._held, held)):
+            del self._held[pid]
+            self.classify(self._entries[pid])
+        for pid in list(itertools.islice(self._blocked, blocked)):
+            self._unblock(pid)
+
+    def relieve(self, nbytes: int) -> None:
+        """The disk has room for `nbytes` more: what failed for lack of it, and may fit now, is tried again.
+
+        Only so many, longest set aside first, and only for so many bytes as became free: trying one means to serialise
+        it, and perhaps to write most of it in vain.
+        """
+        self.relieved += 1
+        self._freed += nbytes
+        while self._blocked:
+            pid = next(iter(self._blocked))
+            entry = self._entries[pid]
+            need = max(1, entry.need or entry.nbytes)
+            if need > self._freed:
+                return
+            self._freed -= need
+            self._unblock(pid)
+        self._freed = 0
+
+    def _unblock(self, pid: int) -> None:
+        entry = self._entries[pid]
+        del self._blocked[pid]
+        entry.refused = False
+        self.classify(entry)
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every candidate is in one place, the right one. O(n)."""
+        clean = {pid for pid, e in self._entries.items() if e.residency.resident and e.residency.has(Tier.DISK)}
+        self.queue.validate(clean)
+        for pid, entry in self._entries.items():
+            listed = [pid in self.queue, pid in self._held, pid in self._blocked]
+            assert sum(listed) == int(entry.evictable), (entry, listed)
+            assert pid not in self.queue or not entry.refused, entry
+            assert not entry.refused or not entry.residency.has(Tier.DISK), entry
+            if pid in self.queue and entry.keys:
+                assert self.queue.next_use(pid) == self._next_use(entry), entry
+        for listing in (self._held, self._blocked):
+            assert listing.keys() <= self._entries.keys()
+        assert set(self.queue) <= self._entries.keys()

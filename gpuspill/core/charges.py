@@ -1,0 +1,160 @@
+"""What values are charged in memory, and the sums over all values that statistics would else need a scan for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpuspill.core.budget import Budget
+from gpuspill.core.ledger import Entry
+from gpuspill.core.residency import State, Tier
+
+__all__ = ["Charges"]
+
+
+class Charges:
+    """Told of every change of where a value is, of its size, its pins. Decides nothing. Not thread-safe; O(1).
+
+    A value counts as used in memory while it is there or on its way back. A method that is named after a change of the
+    residency is to be called after it.
+
+    Parameters
+    ----------
+    memory
+        To which the bytes are charged.
+
+    Attributes
+    ----------
+    pinned_nbytes
+        The part of what is used that is pinned.
+    unspillable
+        Number of values that cannot be serialised.
+    spilled, spilled_nbytes
+        Number of values that are on disk only and not on their way back; the bytes that they would take in memory.
+    away
+        Number of values that are not in memory: spilled, on their way back, or lost.
+    spilling
+        Number of spills in flight.
+    """
+
+    def __init__(self, memory: Budget) -> None:
+        self.memory = memory
+        self.pinned_nbytes = 0
+        self.unspillable = 0
+        self.spilled = 0
+        self.spilled_nbytes = 0
+        self.away = 0
+        self.spilling = 0
+
+    def enter(self, entry: Entry) -> None:
+        """A new value is in memory."""
+        self.memory.used += entry.nbytes
+        self.unspillable += entry.unspillable
+
+    def enter_below(self, entry: Entry) -> None:
+        """A new value is on disk."""
+        self.away += 1
+        self._count_spilled(entry, 1)
+
+    def pin(self, entry: Entry) -> None:
+        """It is pinned for the first time."""
+        if entry.charged:
+            self.pinned_nbytes += entry.nbytes
+
+    def unpin(self, entry: Entry) -> None:
+        """It is not pinned any more."""
+        if entry.charged:
+            self.pinned_nbytes -= entry.nbytes
+
+    def resize(self, entry: Entry, nbytes: int) -> None:
+        """It takes `nbytes` in memory, or will when it is back."""
+        residency = entry.residency
+        more = nbytes - entry.nbytes
+        if entry.charged:
+            self.memory.used += more
+            if residency.pins:
+                self.pinned_nbytes += more
+        elif residency.has(Tier.DISK):
+            self.spilled_nbytes += more
+        if residency.target == Tier.DISK:
+            self.memory.leaving += more
+            entry.leaving += more
+        entry.nbytes = nbytes
+
+    def begin_spill(self, entry: Entry, nbytes: int) -> None:
+        """A spill is in flight that is going to free `nbytes`."""
+        entry.leaving = nbytes
+        self.memory.leaving += nbytes
+        self.spilling += 1
+
+    def end_spill(self, entry: Entry) -> None:
+        """It came to its end, whichever."""
+        self.memory.leaving -= entry.leaving
+        entry.leaving = 0
+        self.spilling -= 1
+
+    def begin_restore(self, entry: Entry) -> None:
+        """It is on its way back."""
+        self._charge_restore(entry, 1)
+
+    def complete_restore(self) -> None:
+        """One is in memory again."""
+        self.away -= 1
+
+    def fail_restore(self, entry: Entry) -> None:
+        """It stays on disk."""
+        self._charge_restore(entry, -1)
+
+    def lose(self, entry: Entry) -> None:
+        """Nor is it on disk."""
+        self._count_spilled(entry, -1)
+
+    def drop(self, entry: Entry) -> None:
+        """It left memory and is on disk only. When it comes back it takes what it had in common with others too."""
+        self.memory.used -= entry.nbytes
+        if entry.parts:
+            entry.nbytes = entry.apart_nbytes
+        self.away += 1
+        self._count_spilled(entry, 1)
+
+    def forget(self, entry: Entry) -> None:
+        """It is not known any more."""
+        residency = entry.residency
+        self.unspillable -= entry.unspillable
+        if residency.resident:
+            self.memory.used -= entry.nbytes
+            return
+        self.away -= 1
+        if residency.has(Tier.DISK):
+            self._count_spilled(entry, -1)
+
+    def _charge_restore(self, entry: Entry, sign: int) -> None:
+        self._count_spilled(entry, -sign)
+        self.memory.used += sign * entry.nbytes
+        if entry.residency.pins:
+            self.pinned_nbytes += sign * entry.nbytes
+
+    def _count_spilled(self, entry: Entry, sign: int) -> None:
+        self.spilled += sign
+        self.spilled_nbytes += sign * entry.nbytes
+
+    def validate(self, entries: Iterable[Entry]) -> None:
+        """Raise AssertionError unless the sums are those over `entries`. O(n)."""
+        self.memory.validate()
+        pinned = unspillable = spilled = spilled_nbytes = away = spilling = leaving = 0
+        for entry in entries:
+            residency = entry.residency
+            if residency.pins and entry.charged:
+                pinned += entry.nbytes
+            unspillable += entry.unspillable
+            if residency.state is State.SPILLED:
+                spilled += 1
+                spilled_nbytes += entry.nbytes
+            away += not residency.resident
+            spilling += residency.target == Tier.DISK
+            leaving += entry.leaving
+        assert leaving == self.memory.leaving, (leaving, self.memory.leaving)
+        assert spilling == self.spilling
+        assert pinned == self.pinned_nbytes, (pinned, self.pinned_nbytes)
+        assert unspillable == self.unspillable
+        assert (spilled, spilled_nbytes) == (self.spilled, self.spilled_nbytes)
+        assert away == self.away

@@ -1,0 +1,168 @@
+"""Spills: the choice of the next value, and what becomes of it when the write has ended.
+
+Until then the value in memory is the copy that counts, and may be used; only then is it let go, if that is still wanted
+and nobody took it up meanwhile.
+"""
+
+from __future__ import annotations
+
+from gpuspill.core.candidates import Candidates
+from gpuspill.core.charges import Charges
+from gpuspill.core.effects import Counters
+from gpuspill.core.ledger import Entry, Ledger
+from gpuspill.core.lifetimes import Lifetimes
+from gpuspill.core.records import Records
+from gpuspill.core.residency import Tier
+from gpuspill.core.room import Room
+from gpuspill.errors import InvalidTransition
+
+__all__ = ["Spills"]
+
+
+class Spills:
+    """Moves from memory to disk.
+
+    Parameters
+    ----------
+    ledger, charges, candidates, records, lifetimes, room
+        The parts of the core that have a say.
+    counters
+        Where to note what was decided.
+
+    Notes
+    -----
+    Has no state of its own: what is in flight stands in the residency of each value. Not thread-safe. O(log n) for
+    each value that is evicted or found held, amortised.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        charges: Charges,
+        candidates: Candidates,
+        records: Records,
+        lifetimes: Lifetimes,
+        room: Room,
+        counters: Counters,
+    ) -> None:
+        self._entries = ledger.entries
+        self._memory = charges.memory
+        self._charges = charges
+        self._candidates = candidates
+        self._records = records
+        self._lifetimes = lifetimes
+        self._room = room
+        self._counters = counters
+
+    def next(self, *, force: bool = False) -> int | None:
+        """Choose what to write to disk next, if anything has to be, and begin that move.
+
+        Clean values that come first in the order are dropped on the way (a state change, not a write).
+
+        Parameters
+        ----------
+        force
+            Whether one value has to go even if the limit does not ask for it. A clean one that is dropped will do.
+
+        Returns
+        -------
+        int or None
+            The proxy whose value the caller must now serialise and write, ending with :meth:`complete` or :meth:`fail`.
+        """
+        self._room.balance()
+        while force or self._memory.excess() > 0:
+            entry = self._candidates.next()
+            if entry is None:
+                break
+            if entry.residency.has(Tier.DISK):
+                self._lifetimes.drop(entry)
+                force = False
+                continue
+            self._candidates.unlist(entry.pid)
+            entry.residency.begin(Tier.HOST, Tier.DISK)
+            self._charges.begin_spill(entry, self._lifetimes.leaving_nbytes(entry))
+            return entry.pid
+        self._room.grant_waiting()
+        return None
+
+    def reserve_record(self, pid: int, nbytes: int) -> bool:
+        """The record of a spill in flight will take `nbytes` on disk. Returns False if the quota forbids it."""
+        return self._records.reserve(self._entry(pid), nbytes)
+
+    def complete(self, pid: int, disk_nbytes: int, *, force: bool = False) -> None:
+        """The record is written and verified.
+
+        The value in memory is let go if its room is still needed and nobody took it up meanwhile; else the record stays
+        behind as a clean copy, if such are kept. A record that turns out so much larger than was reserved that it is
+        over the quota is given up: the value stays in memory, as if the write had failed.
+
+        Parameters
+        ----------
+        pid
+            The proxy.
+        disk_nbytes
+            Size of the record in bytes.
+        force
+            Whether the value is to go even if the limit does not ask for it.
+        """
+        entry = self._entry(pid)
+        records = self._records
+        records.written(entry, disk_nbytes)
+        wanted = force or self._memory.over()  # before its bytes stop counting as leaving
+        self._charges.end_spill(entry)
+        entry.residency.complete()
+        self._counters.spills += 1
+        self._counters.spilled_nbytes += entry.nbytes
+        refusals, entry.refusals = entry.refusals, 0
+        renewed, entry.renewed = entry.renewed, False
+        if not entry.needed:
+            self._lifetimes.release(entry)
+        elif renewed:
+            records.keep(entry)
+            records.give_up(entry)
+            self._candidates.classify(entry)
+        else:
+            records.keep(entry)
+            if records.exceeded(disk_nbytes):
+                entry.need, entry.refused, entry.refusals = disk_nbytes, True, refusals + 1
+                records.give_up(entry)
+                self._candidates.classify(entry)
+            else:
+                self._candidates.classify(entry)
+                if wanted and self._candidates.available(pid):
+                    self._lifetimes.drop(entry, clean=False)
+                elif not records.keep_clean:
+                    records.give_up(entry)
+            records.reclaim()
+        self._room.balance()
+
+    def fail(self, pid: int, *, forever: bool) -> None:
+        """The spill came to nothing; the value stays where it was.
+
+        Parameters
+        ----------
+        pid
+            The proxy.
+        forever
+            It can never be spilled (not serialisable); otherwise it is blocked until it is tried again.
+        """
+        entry = self._entry(pid)
+        self._records.unwritten(entry)
+        self._charges.end_spill(entry)
+        entry.residency.fail()
+        entry.renewed = False
+        self._counters.spill_failures += 1
+        if forever:
+            entry.unspillable = True
+            self._charges.unspillable += 1
+        else:
+            entry.refused = True
+            entry.refusals += 1
+        self._lifetimes.release(entry)
+        self._room.balance()
+
+    def _entry(self, pid: int) -> Entry:
+        entry = self._entries[pid]
+        if entry.residency.target != Tier.DISK:
+            raise InvalidTransition(f"proxy {pid} is not being spilled")
+        return entry
