@@ -145,12 +145,12 @@ class Lifetimes:
                 self.release(entry)
 
     def leaving_nbytes(self, entry: Entry) -> int:
-        """Bytes that go with the value when it leaves memory: its own, and those of parts that nobody else needs."""
+        """Bytes that go with the value when it leaves memory: its own, and those of parts that nothing else needs."""
         return entry.nbytes + sum(self._alone_nbytes(pid) for pid in entry.parts)
 
     def _alone_nbytes(self, pid: int) -> int:
         part = self._ledger.entries[pid]
-        return part.nbytes if part.owners == 1 and not part.keys and not part.residency.pins else 0
+        return 0 if part.owners > 1 or part.keys or part.residency.pins or part.residency.moving else part.nbytes
 
     def validate(self) -> None:
         """Raise AssertionError unless all that is known is needed, and owners and parts agree. O(n)."""

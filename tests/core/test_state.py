@@ -40,3 +40,22 @@ def test_a_record_of_memory_that_only_views_are_left_of_is_given_up_for_others()
     state.insert_below("other", 30, 30)
     state.validate()
     assert state.take_effects().deleted == [base]
+
+
+def test_memory_that_is_written_for_itself_is_not_counted_again_with_a_view():
+    """Both are on their way out, and the base leaves with the view: its bytes are freed once."""
+    state = SpillState(limit=100)
+    base = state.insert("base", 50)
+    assert state.next_spill(force=True) == base
+    view = state.insert("view", 10, parts=(base,), apart_nbytes=60)
+    state.remove("base")
+    assert state.next_spill(force=True) == view
+    assert state.memory.leaving == 60
+    state.validate()
+    for pid in (view, base):
+        state.complete_spill(pid, 60, force=True)
+        state.validate()
+    assert state.memory.leaving == 0
+    state.loosen(state.take_effects().loosened)
+    state.validate()
+    assert state.memory.used == 0
