@@ -97,9 +97,12 @@ class Candidates:
 
     def unlist(self, pid: int) -> None:
         """It is no candidate any more."""
-        self.queue.discard(pid)
-        self._held.pop(pid, None)
-        self._blocked.pop(pid, None)
+        if pid in self._held:
+            del self._held[pid]
+        elif pid in self._blocked:
+            del self._blocked[pid]
+        else:
+            self.queue.discard(pid)
 
     def dirtied(self, entry: Entry) -> None:
         """Its record was given up: it keeps its place, but evicting it would be a write."""

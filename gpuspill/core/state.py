@@ -261,21 +261,23 @@ class SpillState:
         entry = self.ledger.entries[pid]
         for part in entry.parts:
             self.pin(part)
-        entry.residency.pin()
+        residency = entry.residency
+        residency.pin()
         self.read_ahead.used(pid)
-        if entry.residency.pins == 1:
+        if residency.pins == 1:
             self.charges.pin(entry)
             self.candidates.unlist(pid)
-            if self.memory.first() is not None:
+            if self.memory.tasks or self.memory.transfers:
                 self._room.grant_waiting()  # it may have been the last thing that could make room
 
     def unpin(self, pid: int) -> None:
         """Undo one pin."""
         entry = self.ledger.entries[pid]
-        entry.residency.unpin()
+        residency = entry.residency
+        residency.unpin()
         for part in entry.parts:
             self.unpin(part)
-        if not entry.residency.pins:
+        if not residency.pins:
             self.charges.unpin(entry)
             self._lifetimes.release(entry)
             self._room.balance()
