@@ -111,7 +111,7 @@ class Spiller:
         return max(0.0, pause)
 
     def spill(self, pid: int, *, force: bool = False) -> None:
-        """Write a value whose spill was begun. Blocks; never raises.
+        """Write a value whose spill was begun. Blocks; raises nothing but what interrupts the main thread.
 
         Parameters
         ----------
@@ -133,9 +133,7 @@ class Spiller:
                 header, frames = self._serializer.dumps(value)
             raw = len(header) + sum(map(frame_nbytes, frames))
         except BaseException as error:
-            interrupted = _is_for_caller(error)
-            self._fail(pid, error, forever=not interrupted and not isinstance(error, MemoryError | OSError))
-            if interrupted:
+            if self._give_up(pid, error):
                 raise
             return
         middle = clock()
@@ -161,9 +159,7 @@ class Spiller:
             receipt = self._store.write(header, frames)
         except BaseException as error:
             del value, frames
-            interrupted = _is_for_caller(error)
-            self._fail(pid, error, forever=not interrupted and not isinstance(error, OSError | MemoryError))
-            if interrupted:
+            if self._give_up(pid, error):
                 raise
             return
         # The frames alias the value; with them alive it would look held by somebody.
@@ -228,6 +224,12 @@ class Spiller:
             self._observer("disk-write", seconds, "seconds")
             self._observer("disk-write", 1, "count")
             self._observer("disk-write", receipt.nbytes, "bytes")
+
+    def _give_up(self, pid: int, error: BaseException) -> bool:
+        """End a spill that `error` stopped, for good if that is the value's; return whether it is for the caller."""
+        interrupted = _is_for_caller(error)
+        self._fail(pid, error, forever=not interrupted and not isinstance(error, MemoryError | OSError))
+        return interrupted
 
     def _fail(self, pid: int, error: BaseException | None, *, forever: bool) -> None:
         slot = self._metadata.slots[pid]
