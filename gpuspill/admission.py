@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpuspill.core.budget import Reservation
 
 if TYPE_CHECKING:
-    from gpuspill.manager import ProxifyManager
+    from gpuspill.admitting import Admitter
 
 __all__ = ["Admission"]
 
@@ -46,10 +46,10 @@ class Admission:
 
     __slots__ = (
         "__weakref__",
+        "_admitter",
         "_callbacks",
         "_event",
         "_lock",
-        "_manager",
         "_released",
         "asked_at",
         "awaited",
@@ -61,14 +61,14 @@ class Admission:
 
     def __init__(
         self,
-        manager: ProxifyManager,
+        admitter: Admitter,
         reservation: Reservation,
         pids: Mapping[Hashable, int],
         outputs: dict[Hashable, int],
         output_nbytes: int,
         asked_at: float,
     ) -> None:
-        self._manager = manager
+        self._admitter = admitter
         self.outputs = outputs
         self.reservation = reservation
         self.pids = pids
@@ -145,7 +145,7 @@ class Admission:
             if self._released:
                 return
             self._released = True
-        self._manager.release(self)
+        self._admitter.release(self)
         self.fulfil()
 
     def __enter__(self) -> Admission:

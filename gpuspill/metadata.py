@@ -18,12 +18,15 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuspill.core.budget import Reservation
+from gpuspill.core.ledger import Entry
+from gpuspill.core.residency import Tier
 from gpuspill.core.state import SpillState
+from gpuspill.serialization import Encoded
 from gpuspill.slots import Custody, Slots
 from gpuspill.storage.base import Receipt, Store
 
@@ -62,6 +65,8 @@ class Metadata:
         The values.
     admissions
         Those who wait, by reservation.
+    promises
+        Those who were promised room for an output, by the key under which it will be stored.
     totals
         Sums for the statistics: seconds and bytes by name.
     disk_limit_from
@@ -87,6 +92,7 @@ class Metadata:
         self.promptly = custody is not None
         self.state = SpillState(limit=limit, disk_limit=disk_limit, held=self.slots.held, keep_clean=keep_clean)
         self.admissions: dict[Reservation, Admission] = {}
+        self.promises: dict[Hashable, Admission] = {}
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.disk_limit_from = "disk_limit"
         self.closed = False
@@ -110,6 +116,33 @@ class Metadata:
     def defer(self, action: Callable[[], object]) -> None:
         """In a nested block: do `action` after the outermost one. What it raises is logged."""
         self._deferred.append(action)
+
+    def entry(self, key: Hashable, pid: int) -> Entry:
+        """Under the lock: return the entry of a proxy; KeyError, naming the key, if it is gone."""
+        entry = self.state.ledger.entries.get(pid)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def validate(self) -> None:
+        """Raise AssertionError if the core's tables and the values' contradict each other. O(n)."""
+        slots = self.slots
+        with self as state:
+            state.validate()
+            entries = state.ledger.entries
+            assert slots.keys() == entries.keys()
+            for pid, slot in slots.items():
+                residency = entries[pid].residency
+                if residency.resident:
+                    listed = slots.by_id.get(id(slot.value))
+                    assert listed is None or slots[listed].value is slot.value, slot.key
+                else:
+                    assert slot.value is None, slot.key
+                assert (slot.receipt is not None) == residency.has(Tier.DISK), slot.key
+                decoding = slot.restoring is not None and isinstance(slot.value, Encoded)
+                assert decoding or (slot.restoring is not None) == (residency.target == Tier.HOST), slot.key
+                assert residency.lost == (slot.lost is not None), slot.key
+            assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
 
     def __enter__(self) -> SpillState:
         self._lock.acquire()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from gpuspill.sharing import Sharing
 from gpuspill.storage.base import Borrow, Receipt, Store
 from gpuspill.storage.inplace import InPlace
 
-__all__ = ["Restorer"]
+__all__ = ["Restorer", "lost_error"]
 
 logger = logging.getLogger("gpuspill")
 
@@ -38,14 +37,12 @@ class Restorer:
 
     Parameters
     ----------
-    metadata, engine, store, serializer
+    metadata, engine, store, serializer, sharing
         The manager's.
     allocate
         Gives the buffer that a record is read into.
     observer
-        Told about I/O.
-    shared, divide
-        Tell which memory a value keeps alive, and charge it by itself, under the lock; see the manager.
+        Told about I/O and hits.
 
     Attributes
     ----------
@@ -82,13 +79,6 @@ class Restorer:
 
     # -- under the lock ------------------------------------------------------------------------------
 
-    def entry(self, key: Hashable, pid: int) -> Entry:
-        """Return the entry of a proxy; KeyError, naming the key, if it is gone."""
-        entry = self._metadata.state.ledger.entries.get(pid)
-        if entry is None:
-            raise KeyError(key)
-        return entry
-
     def ready(self, entry: Entry) -> bool:
         """Whether the value of an entry can be handed out at once."""
         return entry.residency.resident and self._metadata.slots.ready(entry.pid)
@@ -107,7 +97,7 @@ class Restorer:
         """
         slot = self._metadata.slots[pid]
         if slot.lost is not None:
-            raise _lost(key, slot.lost)
+            raise lost_error(key, slot.lost)
         if slot.restoring is not None:
             return slot.restoring, False
         state = self._metadata.state
@@ -123,64 +113,13 @@ class Restorer:
         slot.restoring = Future()
         return slot.restoring, True
 
-    # -- several at once -----------------------------------------------------------------------------
-
-    def gather(
-        self,
-        admission: Admission,
-        result: Future[dict[Hashable, Any]],
-        settle: Callable[[Admission], None],
-    ) -> None:
-        """Start the restores of what was admitted; the last one to end calls `settle` and delivers in `result`."""
-        if result.cancelled():
-            return
-        if not admission.pids:
-            result.set_result({})
-            return
-        pending = [(key, self.start(key, pid, admission)) for key, pid in admission.pids.items()]
-        self._deliver(pending, result, partial(settle, admission))
-
-    def export(self, admission: Admission, result: Future[dict[Hashable, Any]], *, borrow: bool) -> None:
-        """Deliver in `result` what to send for the inputs of an admission: values in memory, records as they are."""
-        pending = [(key, self._export_later(key, pid, result, borrow)) for key, pid in admission.pids.items()]
-        self._deliver(pending, result, lambda: None)
-
-    def _deliver(
-        self,
-        pending: list[tuple[Hashable, Future[Any]]],
-        result: Future[dict[Hashable, Any]],
-        before: Callable[[], None],
-    ) -> None:
-        """Deliver the outcomes of `pending` in `result`, in the thread in which the last one ends."""
-        if not pending:
-            result.set_result({})
-            return
-        lock = threading.Lock()
-        left = len(pending)
-
-        def ended(_: Future[Any]) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                if left:
-                    return
-            try:
-                try:
-                    values = {key: self.outcome(key, future) for key, future in pending}
-                except Exception as error:
-                    result.set_exception(error)
-                else:
-                    before()
-                    result.set_result(values)
-            except InvalidStateError:
-                pass  # cancelled
-            finally:
-                pending.clear()
-
-        for _, future in list(pending):
-            future.add_done_callback(ended)
-
     # -- without the lock ----------------------------------------------------------------------------
+
+    def observe_hit(self, nbytes: int) -> None:
+        """Tell the observer of a hit of so many bytes; without the lock."""
+        if self._observer is not None:
+            self._observer("memory-read", 1, "count")
+            self._observer("memory-read", nbytes, "bytes")
 
     def bring(self, key: Hashable, pid: int | None = None, admission: Admission | None = None) -> Any:
         """Return the value of a proxy, restoring it in this thread if nobody else does. Blocks.
@@ -202,7 +141,7 @@ class Restorer:
             Its value cannot be brought back.
         """
         with self._metadata as state:
-            entry = state.find(key) if pid is None else self.entry(key, pid)
+            entry = state.find(key) if pid is None else self._metadata.entry(key, pid)
             pid = entry.pid
             if self.ready(entry):
                 return self.hit(entry)
@@ -225,7 +164,7 @@ class Restorer:
         done: Future[Any] = Future()
         with self._metadata:
             try:
-                entry = self.entry(key, pid)
+                entry = self._metadata.entry(key, pid)
                 if self.ready(entry):
                     done.set_result(self.hit(entry))
                     return done
@@ -248,7 +187,7 @@ class Restorer:
         """
         slot = self._metadata.slots[pid]
         if slot.lost is not None:
-            raise _lost(key, slot.lost)
+            raise lost_error(key, slot.lost)
         if isinstance(slot.value, Encoded):
             # As they are: the value may not share its memory with the one that others will be given.
             frames = [memoryview(bytearray(frame)) for frame in slot.value.frames]
@@ -274,7 +213,7 @@ class Restorer:
             return future.result()
         except DataLostError as error:
             # Many may wait for one future; each gets an error of its own.
-            raise _lost(key, error.message) from error
+            raise lost_error(key, error.message) from error
 
     def _restore(self, pid: int) -> None:
         """Bring a value back. Whoever calls this began the restore under the lock. Never raises an Exception."""
@@ -338,50 +277,6 @@ class Restorer:
         if self._observer is not None:
             self._observer("deserialize", seconds, "seconds")
 
-    def decode(self, encoded: Encoded, result: Future[Any]) -> None:
-        """Deliver in `result` the value that some bytes stand for. Blocks; never raises an Exception."""
-        try:
-            result.set_result(self._serializer.loads(encoded.header, [memoryview(frame) for frame in encoded.frames]))
-        except Exception as error:
-            with suppress(InvalidStateError):  # cancelled
-                result.set_exception(error)
-
-    def _export_later(self, key: Hashable, pid: int, result: Future[Any], borrow: bool) -> Future[Any]:
-        """Return a future of what to send for one proxy, which the caller has pinned. Never blocks and never raises.
-
-        A restore in flight is joined here and not on a restore thread: it may be queued behind that very thread.
-        """
-        future: Future[Any] = Future()
-        with self._metadata:
-            try:
-                entry = self.entry(key, pid)
-                slot = self._metadata.slots[pid]
-                if slot.lost is not None:
-                    raise _lost(key, slot.lost)
-                if entry.residency.resident:
-                    future.set_result(slot.value)
-                    return future
-                if slot.restoring is not None:
-                    return slot.restoring
-                if self._metadata.closed:
-                    raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
-            except Exception as error:
-                future.set_exception(error)
-                return future
-
-        def read() -> None:
-            try:
-                # Nobody waits for it if the whole was cancelled.
-                future.set_result(None if result.cancelled() else self.fetch(key, pid, borrow=borrow))
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
-
-        if not self._engine.submit(partial(copy_context().run, read)):
-            future.set_exception(ManagerClosed(f"the store was closed before {key!r} was read"))
-        return future
-
     def fetch(self, key: Hashable, pid: int, *, borrow: bool = False, in_place: bool = False) -> Encoded | Any:
         """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
 
@@ -390,9 +285,9 @@ class Restorer:
         key, pid
             Of the proxy.
         borrow
-            See :meth:`gpuspill.manager.ProxifyManager.export`.
+            See :meth:`gpuspill.gathering.Gatherer.export`.
         in_place
-            See :meth:`gpuspill.manager.ProxifyManager.fetch`.
+            See :meth:`gpuspill.gathering.Gatherer.fetch`.
 
         Raises
         ------
@@ -401,10 +296,10 @@ class Restorer:
         """
         while True:
             with self._metadata:
-                entry = self.entry(key, pid)
+                entry = self._metadata.entry(key, pid)
                 slot = self._metadata.slots[pid]
                 if slot.lost is not None:
-                    raise _lost(key, slot.lost)
+                    raise lost_error(key, slot.lost)
                 if entry.residency.resident:
                     return slot.value
                 receipt = slot.receipt
@@ -418,7 +313,7 @@ class Restorer:
                         continue  # it was brought back meanwhile, and its record given up
                     if entry.residency.moving or self._metadata.closed:
                         # Whoever restores it finds out, and says so to all.
-                        raise _lost(key, error.message) from error
+                        raise lost_error(key, error.message) from error
                     future, _ = self._begin(key, pid, None)
                 self._restore(pid)
                 return self.outcome(key, future)
@@ -472,11 +367,11 @@ class Restorer:
                 slot.lost = str(error)
             state.fail_restore(pid, lost=lost)
         if lost:
-            logger.error("%s", _lost(slot.key, str(error)))
+            logger.error("%s", lost_error(slot.key, str(error)))
         future.set_exception(error)
 
 
-def _lost(key: Hashable, reason: str) -> DataLostError:
+def lost_error(key: Hashable, reason: str) -> DataLostError:
     """Return the error for whoever asked for `key`, which may be one of several that held the value."""
     before, found, rest = reason.partition(_IS_LOST)
     if found and before.startswith(_VALUE):  # said already, to somebody who asked on behalf of this one

@@ -179,7 +179,24 @@ class Spiller:
         self._observe_write(receipt, stop - middle)
 
     def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
-        """Write a value that never is in memory; see :meth:`gpuspill.manager.ProxifyManager.store_on_disk`."""
+        """Write a value to disk under `key`, replacing what the key held, without its ever being in memory. Blocks.
+
+        Parameters
+        ----------
+        key
+            Any hashable.
+        header, frames
+            Of the record: what the serialiser makes the value from.
+        nbytes
+            Bytes that the value will take in memory.
+
+        Raises
+        ------
+        StorageError
+            It could not be written: no room (StorageFull), not allowed (QuotaExceeded), the manager was closed
+            meanwhile, or whatever the disk or a frame stream reports. Then nothing is left of it, and the key holds
+            what it held.
+        """
         metadata = self._metadata
         clock = metadata.clock
         raw = len(header) + sum(map(frame_nbytes, frames))

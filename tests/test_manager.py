@@ -101,7 +101,7 @@ def test_sizeof_is_asked_once_and_outside_the_lock(kit):
         assert not kit.manager._metadata._lock._is_owned()
         return 5
 
-    kit.manager._sizeof = sizeof
+    kit.manager._intake._sizeof = sizeof
     kit.manager.store("a", Thing())
     assert len(asked) == 1
     assert kit.manager.memory_total() == 5

@@ -362,7 +362,7 @@ async def die_when_read(dask_worker):
     def die(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    manager._restorer.export = die
+    manager._gatherer.export = die
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ class Rig:
         self.keys = {}
         self._ended = queue.Queue()
         manager, asked = self.tier.manager, set()
-        admit, release = manager.admit, manager.release
+        admit, release = manager.admit, manager._admitter.release
 
         def noted_admit(*args, **kwargs):
             admission = admit(*args, **kwargs)
@@ -42,7 +42,7 @@ class Rig:
             if admission in asked:
                 self._ended.put(admission)
 
-        manager.admit, manager.release = noted_admit, noted_release
+        manager.admit, manager._admitter.release = noted_admit, noted_release
 
     def put(self, keys):
         for key in keys:
