@@ -335,10 +335,6 @@ class ProxifyManager:
         """Bytes of the inputs of an admission that are on disk now."""
         return self._admitter.missing_nbytes(admission)
 
-    def release(self, admission: Admission) -> None:
-        """Undo :meth:`admit`, once; :meth:`Admission.release` does so, and is what to call."""
-        self._admitter.release(admission)
-
     def settle(self, label: Hashable) -> None:
         """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""
         self._admitter.settle(label)

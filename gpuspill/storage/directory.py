@@ -86,6 +86,11 @@ class PrivateDirectory:
         if not self._removed and os.getpid() == self._pid:
             _empty(self.fd, self.path)
 
+    @property
+    def gone(self) -> bool:
+        """Whether somebody else has removed it."""
+        return not self._removed and os.fstat(self.fd).st_nlink == 0
+
     def remove(self) -> None:
         """Remove the directory with all files in it. Idempotent; never raises.
 

@@ -115,9 +115,11 @@ class FileStore(Store):
         self._closed = False
         self._counts = Counters()
         self._logged: set[str] = set()
-        self._directory = PrivateDirectory(directory, named)
+        self._parent = os.path.abspath(directory)
+        self._directory = PrivateDirectory(self._parent, named)
+        self._directories = [self._directory]
         self.path = self._directory.path
-        self._finalizer = weakref.finalize(self, self._directory.remove)
+        self._finalizer = weakref.finalize(self, _remove_all, self._directories)
 
     def __repr__(self) -> str:
         return f"<FileStore {self.path}: {len(self._records)} records>"
@@ -170,7 +172,8 @@ class FileStore(Store):
         scarce = self._quota.is_scarce(plain_nbytes, _SCARCE)
         writer = RecordWriter(header, views, self._codecs, scarce, self._clock, counts)
         reservation = self._quota.reserve(writer.expected_nbytes)
-        file = NewFile(self._directory.fd, str(number), self._check_open)
+        directory = self._directory
+        file = NewFile(directory.fd, str(number), self._check_open)
         try:
             receipt = writer.write(number, file, reservation)
             self._register(receipt, reservation)
@@ -179,6 +182,8 @@ class FileStore(Store):
             file.discard()
             reservation.release()
             if isinstance(exc, OSError) and not isinstance(exc, StorageError):
+                if exc.errno == errno.ENOENT and directory.gone:
+                    raise self._start_anew(directory) from exc
                 raise self._write_error(exc) from exc
             raise
         counts.writes = 1
@@ -215,6 +220,29 @@ class FileStore(Store):
 
     def _closed_error(self) -> StorageError:
         return StorageError(errno.EBADF, f"{self.path} was closed; the value stays in memory")
+
+    def _start_anew(self, gone: PrivateDirectory) -> StorageError:
+        """Make another directory in the place of one that somebody has removed, with all records in it.
+
+        Returns what to raise: the write that found out is for its caller to try again. StorageError if none can be
+        made.
+        """
+        fresh = PrivateDirectory(self._parent, self._named)
+        with self._lock:
+            first = self._directory is gone and not self._closed
+            if first:
+                # The old one is still looked into by who reads, and then by nobody: it is closed with the store.
+                self._directories.append(fresh)
+                self._directory = fresh
+                self.path = fresh.path
+        if not first:
+            fresh.remove()
+        return StorageError(
+            errno.ENOENT,
+            f"{gone.path} was removed while it was in use, and what was in it is lost. From now on values go to "
+            f"{self.path}. Whoever cleans up there should leave alone what running processes use. The value stays in "
+            "memory",
+        )
 
     def _write_error(self, exc: OSError) -> StorageError:
         used, _ = self._quota.levels()
@@ -405,3 +433,8 @@ class FileStore(Store):
         if kind not in self._logged:
             self._logged.add(kind)
             logger.warning("%s (said once)", message, exc_info=exc_info)
+
+
+def _remove_all(directories: list[PrivateDirectory]) -> None:
+    for directory in directories:
+        directory.remove()

@@ -2,9 +2,11 @@
 
 import errno
 import gc
+import itertools
 import logging
 import mmap
 import os
+import shutil
 import threading
 import weakref
 import zlib
@@ -188,10 +190,62 @@ class TestDamage:
         os.rmdir(store.path)
         with pytest.raises(RecordLost):
             store.read(receipt)
-        with pytest.raises(StorageError, match="No such file"):
+        with pytest.raises(StorageError, match="was removed while it was in use"):
             store.write(b"", [b"x"])
         store.delete(receipt)
         store.close()
+
+    @pytest.mark.parametrize("parent", [False, True])
+    def test_after_its_directory_was_removed_a_store_goes_on_in_another(self, tmp_path, parent):
+        store = FileStore(tmp_path / "spill")
+        receipt = store.write(b"", [b"lost"])
+        before = store.path
+        shutil.rmtree(tmp_path / "spill" if parent else before)
+        with pytest.raises(StorageError, match=r"was removed while it was in use.*stays in memory") as caught:
+            store.write(b"", [b"kept"])
+        assert before in str(caught.value)
+        assert store.path in str(caught.value)
+        kept = store.write(b"", [b"kept"])
+        assert os.listdir(tmp_path / "spill") == [os.path.basename(store.path)] != [os.path.basename(before)]
+        assert contents(store.read(kept)) == (b"", [b"kept"])
+        with pytest.raises(RecordLost, match="is gone"):
+            store.read(receipt)
+        store.delete(receipt)
+        assert store.statistics().nbytes == kept.nbytes
+        store.validate()
+        store.close()
+        assert os.listdir(tmp_path / "spill") == []
+
+    def test_two_who_find_its_directory_removed_make_one(self, store, tmp_path):
+        number = itertools.count()
+        both = threading.Barrier(2)
+        make = store._start_anew
+
+        def together(gone):
+            both.wait(10)
+            return make(gone)
+
+        def write():
+            with pytest.raises(StorageError, match="was removed"):
+                store.write(b"", [b"%d" % next(number)])
+
+        store._start_anew = together
+        shutil.rmtree(store.path)
+        with ThreadPoolExecutor(2) as pool:
+            for future in [pool.submit(write), pool.submit(write)]:
+                future.result(10)
+        assert os.listdir(tmp_path) == [os.path.basename(store.path)]
+
+    def test_no_other_can_be_made(self, tmp_path):
+        with FileStore(tmp_path / "spill") as store:
+            shutil.rmtree(tmp_path / "spill")
+            (tmp_path / "spill").write_bytes(b"a file")
+            with pytest.raises(StorageError, match="cannot use"):
+                store.write(b"", [b"kept"])
+            os.unlink(tmp_path / "spill")
+            with pytest.raises(StorageError, match="was removed"):
+                store.write(b"", [b"kept"])
+            store.write(b"", [b"kept"])
 
     def test_receipt_of_another_store(self, store, receipt, tmp_path):
         with FileStore(tmp_path) as other:
