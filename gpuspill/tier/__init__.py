@@ -1,7 +1,13 @@
 """The device tier: values on a device, spilled to the host and from there to disk.
 
 =====================================  ====================================================================
-:mod:`~gpuspill.tier.tier`             :class:`~gpuspill.tier.tier.DeviceTier`: the way in and out
+:mod:`~gpuspill.tier.tier`             :class:`~gpuspill.tier.tier.DeviceTier`: everything behind one door
+:mod:`~gpuspill.tier.finding`          what objects have on the device
+:mod:`~gpuspill.tier.entry`            the way in: memory becomes a unit
+:mod:`~gpuspill.tier.apart`            the way in: a value becomes a skeleton
+:mod:`~gpuspill.tier.building`         the way out: a skeleton becomes a value
+:mod:`~gpuspill.tier.reading`          the way out: what is not on the device comes back
+:mod:`~gpuspill.tier.ahead`            the same before anybody asks
 :mod:`~gpuspill.tier.units`            what stands for a value (a skeleton) and for memory (a unit)
 :mod:`~gpuspill.tier.book`             which memory belongs to which unit, and what lingers on the device
 :mod:`~gpuspill.tier.composites`       values that a library takes apart itself

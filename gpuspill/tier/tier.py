@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import heapq
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace as replace_fields
 from typing import Any
 
 from gpuspill.admission import Admission
 from gpuspill.buffers import BufferPool
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
-from gpuspill.device.arrays import ArrayDescription, ArrayRegistry, Recipe
+from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.base import Device
-from gpuspill.device.external import external_types
 from gpuspill.device.past_host import PastHost
-from gpuspill.errors import DataLostError, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.tier.ahead import Lookahead
+from gpuspill.tier.apart import Disassembler
 from gpuspill.tier.book import Book
-from gpuspill.tier.composites import Composite, DeviceObject, Families
+from gpuspill.tier.building import Builder
+from gpuspill.tier.composites import DeviceObject, Families
+from gpuspill.tier.entry import Entry
+from gpuspill.tier.finding import Finder
 from gpuspill.tier.pressure import OutOfMemoryGuard
+from gpuspill.tier.reading import Reader, lost
 from gpuspill.tier.records import HostRecords
 from gpuspill.tier.serializer import DeviceSerializer
 from gpuspill.tier.statistics import TierStatistics
 from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton, Unit
-from gpuspill.walk import replace
 
 __all__ = ["DeviceTier", "lost"]
-
-logger = logging.getLogger("gpuspill")
 
 #: What a skeleton is charged for in host memory, at least.
 SKELETON_NBYTES = 256
@@ -97,9 +95,8 @@ class DeviceTier:
         name: str = "0",
     ) -> None:
         self.device = device
-        self._registry = ArrayRegistry() if registry is None else registry
-        self._families = families
-        self._book = Book(device, self._registry)
+        registry = ArrayRegistry() if registry is None else registry
+        self._book = Book(device, registry)
         self._serializer = DeviceSerializer(
             device, self._book, BufferPool(0).allocate if allocate is None else allocate, families, past_host
         )
@@ -120,6 +117,9 @@ class DeviceTier:
         self._ended: OrderedDict[Hashable, tuple[Unit, ...]] = OrderedDict()
         self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
         self.ahead = Lookahead(self.manager, self._guard.verify)
+        entry = Entry(device, self._book, self.manager)
+        self._disassembler = Disassembler(Finder(device, registry, families), self._book, entry, self.settle)
+        self._reader = Reader(self.manager, Builder(registry, families, self._book), self.settle, self._guard.verify)
 
     # -- in ----------------------------------------------------------------------------------------
 
@@ -140,159 +140,13 @@ class DeviceTier:
         self._guard.verify()
         if label is not None:
             self.manager.settle(label)
-        units: dict[Unit, None] = {}
-        leaves: dict[int, Leaf | Composite] = {}
-        externals = external_types()
-
-        def stand_in(item: Any) -> Any:
-            if externals and isinstance(item, externals):
-                return item
-            leaf = leaves.get(id(item))
-            if leaf is None:
-                leaf = self._stand_in(item, units)
-                if leaf is None:
-                    return item
-                leaves[id(item)] = leaf
-            return leaf
-
-        try:
-            tree = replace(value, stand_in)
-        except BaseException as error:
-            self._book.dead.append((False, tuple(units)))
-            self.settle()
-            if not isinstance(error, Exception):
-                raise
-            # Looking into somebody's types runs their code. Storing must not fail for it: then the value stays whole.
-            logger.debug("cannot take a value of type %s apart", type(value).__qualname__, exc_info=True)
-            return value
-        return self._book.skeleton(tree, tuple(units)) if units else value
-
-    def _describe(self, item: Any) -> ArrayDescription | None:
-        adapter = self._registry.adapter(type(item))
-        if adapter is not None and not adapter.on_device:
-            return None
-        found = self._registry.describe(item)
-        return found if found is not None and found.identity.device == self.device.identity else None
-
-    def _stand_in(self, item: Any, units: dict[Unit, None]) -> Leaf | Composite | None:
-        """Return what stands for an item, whose units `units` then has; None if it stays as it is."""
-        families = self._families
-        if families is not None and self._registry.adapter(type(item)) is None and families.takes_apart(type(item)):
-            return self._composite(item, families, units)
-        found = self._describe(item)
-        if found is None:
-            return None
-        if found.recipe is not None:
-            unit = self._join(item, found, units)
-            return None if unit is None else Leaf(unit, found.recipe)
-        return None if families is None else self._opaque(item, found, units)
-
-    def _composite(self, item: Any, families: Families, units: dict[Unit, None]) -> Composite | None:
-        known = self._book.join_composite(item)
-        if known is not None:
-            for unit in known.units:
-                self._count(unit, units)
-            return known
-        taken = self._take_apart(item, families)
-        if taken is None:
-            return None
-        header, frames = taken
-        leaves: list[Any] = []
-        for frame, found in frames:
-            if found is None:
-                leaves.append(frame)
-                continue
-            joined = self._join(None, found, units)
-            assert joined is not None, f"{self.device!r} borrowed {found.identity} and now does not"
-            leaves.append(Leaf(joined, _frame_recipe(found)))
-        composite = Composite(header, leaves)
-        self._book.remember(composite, item)
-        return composite
-
-    def _take_apart(
-        self, item: Any, families: Families
-    ) -> tuple[Any, list[tuple[Any, ArrayDescription | None]]] | None:
-        """Return the header and the frames of a composite, described where they are on the device.
-
-        None if none is, or if one cannot be moved.
-        """
-        try:
-            header, frames = families.take_apart(item)
-            described = [(frame, self._describe(frame)) for frame in frames]
-            for _, found in described:
-                if found is not None:
-                    self.device.borrow(found.identity, found.owner)
-        except Exception as error:
-            logger.debug("cannot take a value of type %s apart: %r", type(item).__qualname__, error)
-            cut_loose(error)
-            return None
-        if not any(found is not None for _, found in described):
-            return None
-        if any(found is None and self._registry.is_on_device(frame) for frame, found in described):
-            return None
-        return header, described
-
-    def _opaque(self, item: Any, found: ArrayDescription, units: dict[Unit, None]) -> Leaf:
-        unit = self._book.join_object(item)
-        if unit is None:
-            new = self._book.create(found.identity.nbytes, estimated=True)
-            memory = DeviceObject(new, item, found.identity)
-            self.manager.store(new, memory, new.nbytes)
-            unit = self._book.enter_object(memory, unless_known=True)
-            if unit is not new:
-                self._book.give_up(new)
-                self.manager.discard(new)
-        self._count(unit, units)
-        return Leaf(unit, None)
-
-    def _count(self, unit: Unit, units: dict[Unit, None]) -> None:
-        if unit in units:
-            self._book.dead.append((False, (unit,)))  # one reference for each skeleton
-        units[unit] = None
-
-    def _join(self, array: Any, found: ArrayDescription, units: dict[Unit, None]) -> Unit | None:
-        """Return the unit of an array, which `units` then has; None if its memory cannot be moved.
-
-        Without the array the memory is that of a composite, which whoever stores it has in hand.
-        """
-        unit = self._book.join(found.identity)
-        if unit is not None:
-            self._note(unit, array, found)
-        if unit is None:
-            try:
-                allocation = self.device.borrow(found.identity, found.owner)
-            except (ValueError, TypeError):
-                return None
-            new = self._book.create(found.identity.nbytes, estimated=found.estimated)
-            memory = DeviceMemory(new, allocation, found.owner)
-            self._note(new, array, found)  # in use: it stays here until the walk is over
-            self._book.watch(memory)
-            # Before it can be found by others. No lock is held, so another thread may do the same.
-            self.manager.store(new, memory, new.nbytes)
-            unit = self._book.enter(memory, unless_known=True)
-            if unit is not new:
-                self._book.give_up(new)
-                self.manager.discard(new)
-                self._note(unit, array, found)
-        self._count(unit, units)
-        return unit
-
-    def _note(self, unit: Unit, array: Any, found: ArrayDescription) -> None:
-        # A buffer that is its own owner would seem in use for ever.
-        if array is not None and array is not found.owner:
-            assert found.recipe is not None
-            self._book.note(unit, found.recipe, array)
+        return self._disassembler.disassemble(value)
 
     # -- out ---------------------------------------------------------------------------------------
 
     def is_ready(self, value: Any) -> bool:
         """Whether a value can be resolved without copying."""
-        if type(value) is not Skeleton:
-            return True
-        try:
-            return all(map(self.manager.is_resident, value.units))
-        except KeyError:
-            return False
+        return type(value) is not Skeleton or self._reader.is_ready(value)
 
     def resolve(self, value: Any) -> Any:
         """Return the value that a skeleton stands for; anything else itself.
@@ -309,13 +163,7 @@ class DeviceTier:
         ManagerClosed
             The tier was closed while it was not on the device.
         """
-        if type(value) is not Skeleton:
-            return value
-        self.settle()
-        with self.manager.pin(value.units) as pins:
-            if not self.is_ready(value):
-                self._guard.verify()
-            return self._build(value, self.manager.materialize(pins))
+        return self._reader.read(value)
 
     def resolve_all(self, values: Mapping[Hashable, Any], admission: Admission | None = None) -> dict[Hashable, Any]:
         """Return several values resolved; as :meth:`resolve`. A DataLostError names the key.
@@ -327,20 +175,7 @@ class DeviceTier:
         admission
             What :meth:`admit` returned for them, if it was asked.
         """
-        if admission is not None and admission.pids:
-            self._guard.verify()
-            try:
-                # All at once, and out of what was promised.
-                self.manager.materialize(admission)
-            except DataLostError as error:
-                raise _named(error, values) from error
-        resolved = {}
-        for key, value in values.items():
-            try:
-                resolved[key] = self.resolve(value)
-            except DataLostError as error:
-                raise lost(error, key) from error
-        return resolved
+        return self._reader.read_all(values, admission)
 
     def resolve_later(
         self, values: Mapping[Hashable, Any], admission: Admission | None = None
@@ -350,59 +185,7 @@ class DeviceTier:
         Done at once if everything is on the device. A DataLostError in it names the key. Parameters as for
         :meth:`resolve_all`.
         """
-        result: Future[dict[Hashable, Any]] = Future()
-        units = dict.fromkeys(unit for value in values.values() if type(value) is Skeleton for unit in value.units)
-        if not units:
-            result.set_result(dict(values))
-            return result
-        self._guard.verify()
-        pins = None if admission is not None and units.keys() <= admission.pids.keys() else self.manager.pin(units)
-        held = dict(values)  # the skeletons, and so the units
-
-        def build(source: Future[dict[Hashable, Any]]) -> None:
-            with suppress(InvalidStateError):  # cancelled
-                try:
-                    memories = source.result()
-                    result.set_result({key: self._build(value, memories) for key, value in held.items()})
-                except DataLostError as error:
-                    result.set_exception(_named(error, held))
-                except BaseException as error:
-                    result.set_exception(error)
-            if pins is not None:
-                pins.release()
-
-        chosen = admission if pins is None else pins
-        assert chosen is not None
-        self.manager.materialize_later(chosen).add_done_callback(build)
-        return result
-
-    def _build(self, value: Any, memories: Mapping[Hashable, DeviceMemory | DeviceObject]) -> Any:
-        if type(value) is not Skeleton:
-            return value
-
-        def build(item: Any) -> Any:
-            if type(item) is Leaf:
-                memory = memories[item.unit]
-                if isinstance(memory, DeviceObject):
-                    return memory.value
-                assert item.recipe is not None
-                return self._book.array(memory, item.recipe)
-            return self._put_together(item, memories) if type(item) is Composite else item
-
-        return replace(value.tree, build)
-
-    def _put_together(self, composite: Composite, memories: Mapping[Hashable, Any]) -> Any:
-        value = composite.value
-        if value is None:
-            assert self._families is not None
-            frames = [
-                self._registry.rebuild(frame.recipe, memories[frame.unit].allocation)
-                if type(frame) is Leaf and frame.recipe is not None
-                else frame
-                for frame in composite.frames
-            ]
-            value = self._book.remember(composite, composite.put_together(self._families, frames))
-        return value
+        return self._reader.read_later(values, admission)
 
     def verify(self) -> None:
         """See to it that an allocation that does not fit makes room: a library may have dropped the hook. Cheap."""
@@ -468,36 +251,7 @@ class DeviceTier:
 
     def new_nbytes(self, value: Any) -> int:
         """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
-        found: dict[Any, int] = {}
-
-        def note(described: ArrayDescription) -> None:
-            if not self._book.knows(described.identity):
-                found[described.identity] = described.identity.nbytes
-
-        externals, families = external_types(), self._families
-
-        def look(item: Any) -> Any:
-            if externals and isinstance(item, externals):
-                return item
-            if families is not None and self._registry.adapter(type(item)) is None and families.takes_apart(type(item)):
-                if not self._book.knows_composite(item):
-                    taken = self._take_apart(item, families)
-                    for _, frame in () if taken is None else taken[1]:
-                        if frame is not None:
-                            note(frame)
-                return item
-            described = self._describe(item)
-            if described is not None and described.recipe is not None:
-                note(described)
-            elif described is not None and families is not None and not self._book.knows_object(item):
-                found[described.identity] = described.identity.nbytes
-            return item
-
-        try:
-            replace(value, look)
-        except Exception:
-            return 0  # nothing of it will be known
-        return sum(found.values())
+        return self._disassembler.new_nbytes(value)
 
     def host_nbytes(self, skeleton: Skeleton, nbytes: int | None) -> int:
         """Bytes that a skeleton takes in host memory.
@@ -582,27 +336,6 @@ class DeviceTier:
         self._guard.close()
         self.manager.close()
         self._serializer.close()
-
-
-def lost(error: DataLostError, key: Hashable) -> DataLostError:
-    """Return the error under the key of a value, part of which is lost."""
-    return DataLostError(f"what {key!r} has on the device is lost: {error.message}", key)
-
-
-def _named(error: DataLostError, values: Mapping[Hashable, Any]) -> DataLostError:
-    """Return the error under the key of the value that is lost."""
-    for key, value in values.items():
-        if type(value) is Skeleton and error.key in value.units:
-            return lost(error, key)
-    return error
-
-
-def _frame_recipe(found: ArrayDescription) -> Recipe:
-    """Return how to build a frame: as what it was, or as anything that has the array interface."""
-    if found.recipe is not None:
-        return found.recipe
-    low, _ = found.layout.span
-    return Recipe("interface", replace_fields(found.layout, offset=-low))
 
 
 def _sizeof(value: object) -> int:

@@ -1,0 +1,91 @@
+"""How memory that somebody allocated becomes a unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpuspill.device.arrays import ArrayDescription
+from gpuspill.device.base import Device
+from gpuspill.manager import ProxifyManager
+from gpuspill.tier.book import Book
+from gpuspill.tier.composites import DeviceObject
+from gpuspill.tier.units import DeviceMemory, Unit
+
+__all__ = ["Entry"]
+
+
+class Entry:
+    """Gives memory on a device its unit: the one that it has, or a new one in the device's manager.
+
+    Parameters
+    ----------
+    device
+        The device.
+    book
+        Knows the units there are.
+    manager
+        Manager of the device's memory.
+
+    Notes
+    -----
+    Thread-safe, copies nothing. Several threads may come with the same memory at once: all get the same unit. Each unit
+    that is returned has one reference more, which is the caller's.
+    """
+
+    def __init__(self, device: Device, book: Book, manager: ProxifyManager) -> None:
+        self._device = device
+        self._book = book
+        self._manager = manager
+
+    def join(self, array: Any, found: ArrayDescription) -> Unit | None:
+        """Return the unit of an array; None if its memory cannot be moved.
+
+        Parameters
+        ----------
+        array
+            The array, which counts as in use from now on. None for the memory of a composite, which whoever stores it
+            has in hand.
+        found
+            Its description.
+        """
+        unit = self._book.join(found.identity)
+        if unit is not None:
+            self._note(unit, array, found)
+            return unit
+        try:
+            allocation = self._device.borrow(found.identity, found.owner)
+        except (ValueError, TypeError):
+            return None
+        new = self._book.create(found.identity.nbytes, estimated=found.estimated)
+        memory = DeviceMemory(new, allocation, found.owner)
+        self._note(new, array, found)  # in use: it stays here until the walk is over
+        self._book.watch(memory)
+        # Before it can be found by others. No lock is held, so another thread may do the same.
+        self._manager.store(new, memory, new.nbytes)
+        unit = self._book.enter(memory, unless_known=True)
+        if unit is not new:
+            self._withdraw(new)
+            self._note(unit, array, found)
+        return unit
+
+    def join_object(self, item: Any, found: ArrayDescription) -> Unit:
+        """Return the unit of an opaque object."""
+        unit = self._book.join_object(item)
+        if unit is None:
+            new = self._book.create(found.identity.nbytes, estimated=True)
+            memory = DeviceObject(new, item, found.identity)
+            self._manager.store(new, memory, new.nbytes)
+            unit = self._book.enter_object(memory, unless_known=True)
+            if unit is not new:
+                self._withdraw(new)
+        return unit
+
+    def _withdraw(self, unit: Unit) -> None:
+        self._book.give_up(unit)
+        self._manager.discard(unit)
+
+    def _note(self, unit: Unit, array: Any, found: ArrayDescription) -> None:
+        # A buffer that is its own owner would seem in use for ever.
+        if array is not None and array is not found.owner:
+            assert found.recipe is not None
+            self._book.note(unit, found.recipe, array)

@@ -1,0 +1,76 @@
+"""What of a value is on a device."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from gpuspill.device.arrays import ArrayDescription, ArrayRegistry
+from gpuspill.device.base import Device
+from gpuspill.errors import cut_loose
+from gpuspill.tier.composites import Families
+
+__all__ = ["Finder"]
+
+logger = logging.getLogger("gpuspill")
+
+
+class Finder:
+    """Finds what objects have on a device. Keeps nothing of them, and moves nothing.
+
+    Parameters
+    ----------
+    device
+        The device.
+    registry
+        Knows arrays.
+    families
+        Know composite types; None if there are none.
+
+    Notes
+    -----
+    Thread-safe. Runs the code of other libraries, and holds no lock meanwhile.
+    """
+
+    def __init__(self, device: Device, registry: ArrayRegistry, families: Families | None) -> None:
+        self._device = device
+        self._registry = registry
+        self._families = families
+
+    def describe(self, item: Any) -> ArrayDescription | None:
+        """Describe an array on the device; None for anything else, and for what nobody here can move."""
+        adapter = self._registry.adapter(type(item))
+        if adapter is not None and not adapter.on_device:
+            return None
+        found = self._registry.describe(item)
+        if found is None or found.identity.device != self._device.identity:
+            return None
+        # Without a recipe it is opaque: only the families can move it.
+        return None if found.recipe is None and self._families is None else found
+
+    def is_composite(self, item: Any) -> bool:
+        """Whether an object is for the families to take apart."""
+        families = self._families
+        return families is not None and self._registry.adapter(type(item)) is None and families.takes_apart(type(item))
+
+    def take_apart(self, composite: Any) -> tuple[Any, list[tuple[Any, ArrayDescription | None]]] | None:
+        """Return the header and the frames of a composite, described where they are on the device.
+
+        None if none is, or if one cannot be moved.
+        """
+        assert self._families is not None
+        try:
+            header, frames = self._families.take_apart(composite)
+            described = [(frame, self.describe(frame)) for frame in frames]
+            for _, found in described:
+                if found is not None:
+                    self._device.borrow(found.identity, found.owner)
+        except Exception as error:
+            logger.debug("cannot take a value of type %s apart: %r", type(composite).__qualname__, error)
+            cut_loose(error)
+            return None
+        if not any(found is not None for _, found in described):
+            return None
+        if any(found is None and self._registry.is_on_device(frame) for frame, found in described):
+            return None
+        return header, described
