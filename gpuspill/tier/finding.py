@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from enum import Enum
+from typing import Any, Literal
 
-from gpuspill.device.arrays import ArrayDescription, ArrayRegistry
+from gpuspill.device.arrays import ArrayAdapter, ArrayDescription, ArrayRegistry
 from gpuspill.device.base import Device
 from gpuspill.errors import cut_loose
 from gpuspill.tier.composites import Families
 
-__all__ = ["Finder"]
+__all__ = ["Finder", "Kind"]
 
 logger = logging.getLogger("gpuspill")
+
+
+class Kind(Enum):
+    """What is found instead of an array."""
+
+    COMPOSITE = "composite"
 
 
 class Finder:
@@ -37,9 +44,17 @@ class Finder:
         self._registry = registry
         self._families = families
 
-    def describe(self, item: Any) -> ArrayDescription | None:
-        """Describe an array on the device; None for anything else, and for what nobody here can move."""
+    def find(self, item: Any) -> ArrayDescription | Literal[Kind.COMPOSITE] | None:
+        """Describe an array on the device, or say that an object is for the families to take apart.
+
+        None for anything else, and for what nobody here can move.
+        """
         adapter = self._registry.adapter(type(item))
+        if adapter is None and self._families is not None and self._families.takes_apart(type(item)):
+            return Kind.COMPOSITE
+        return self._describe(item, adapter)
+
+    def _describe(self, item: Any, adapter: ArrayAdapter | None) -> ArrayDescription | None:
         if adapter is not None and not adapter.on_device:
             return None
         found = self._registry.describe(item)
@@ -47,11 +62,6 @@ class Finder:
             return None
         # Without a recipe it is opaque: only the families can move it.
         return None if found.recipe is None and self._families is None else found
-
-    def is_composite(self, item: Any) -> bool:
-        """Whether an object is for the families to take apart."""
-        families = self._families
-        return families is not None and self._registry.adapter(type(item)) is None and families.takes_apart(type(item))
 
     def take_apart(self, composite: Any) -> tuple[Any, list[tuple[Any, ArrayDescription | None]]] | None:
         """Return the header and the frames of a composite, described where they are on the device.
@@ -61,7 +71,7 @@ class Finder:
         assert self._families is not None
         try:
             header, frames = self._families.take_apart(composite)
-            described = [(frame, self.describe(frame)) for frame in frames]
+            described = [(frame, self._describe(frame, self._registry.adapter(type(frame)))) for frame in frames]
             for _, found in described:
                 if found is not None:
                     self._device.borrow(found.identity, found.owner)
