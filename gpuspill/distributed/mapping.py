@@ -7,25 +7,10 @@ before anybody asks; where a hook is missing the result is the same, only the ca
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import logging
 import threading
-import weakref
-from collections import deque
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Hashable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
-from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 from gpuspill.buffers import BufferPool
@@ -33,7 +18,11 @@ from gpuspill.config import Settings
 from gpuspill.core.residency import Tier
 from gpuspill.device.external import external_types
 from gpuspill.distributed.adopt import AdoptingStore
+from gpuspill.distributed.blocking import BlockingReads
+from gpuspill.distributed.gathering import gather
+from gpuspill.distributed.inspection import TierView, shown, with_device
 from gpuspill.distributed.metrics import Metrics
+from gpuspill.distributed.parked import ParkedKeys
 from gpuspill.distributed.sizes import Noted, claimed_nbytes, external_nbytes, measure
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire
@@ -45,19 +34,8 @@ from gpuspill.tier.tier import lost
 
 __all__ = ["SpillStore", "SpilledSize"]
 
-logger = logging.getLogger("gpuspill")
-
-#: Seconds between two warnings about reads that blocked the event loop.
-_WARN_INTERVAL = 300.0
-
 #: Of which there may be hundreds of thousands, and about which nothing has to be found out.
 _SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None)})
-
-
-class _ParkedKey(Internal):
-    """Key of a value that a task has parked."""
-
-    __slots__ = ()
 
 
 class SpilledSize(NamedTuple):
@@ -124,9 +102,8 @@ class SpillStore(MutableMapping[Hashable, object]):
         tier: DeviceTier | None = None,
     ) -> None:
         self.tier = tier
-        self._parked: set[Internal] = set()
-        self._unparked: deque[Internal] = deque()
-        self._numbers = itertools.count(1)
+        self._parked = ParkedKeys()
+        self._blocking = BlockingReads()
         self.manager = manager
         self.records = records
         self.settings = Settings() if settings is None else settings
@@ -136,15 +113,14 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.on_lost: Callable[[DataLostError], object] | None = None
         self.metrics = Metrics() if metrics is None else metrics
         self.has_lost_values = False
-        self._warn_after = 0.0
         self._estimated = Noted()
         self._external = Noted()
 
     # -- mapping -----------------------------------------------------------------------------------
 
     def __setitem__(self, key: Hashable, value: object) -> None:
-        if self._unparked:
-            self._give_up_parked()
+        if self._parked.given_up:
+            self._parked.settle(self.pop_quietly)
         if type(value) in _SCALARS:
             self._estimated.note(key, None)
             self._external.note(key, None)
@@ -188,7 +164,7 @@ class SpillStore(MutableMapping[Hashable, object]):
     def __getitem__(self, key: Hashable) -> Any:
         manager = self.manager
         if not self.is_ready(key) and threading.get_ident() == manager.loop_thread:
-            self._warn_of_blocking(key)
+            self._blocking.warn(key)
         try:
             value = manager.get(key)
             if type(value) is Skeleton:
@@ -233,10 +209,10 @@ class SpillStore(MutableMapping[Hashable, object]):
         return key in self.manager
 
     def __len__(self) -> int:
-        return len(_own(self.manager.keys())) if self.has_internal_keys else len(self.manager)
+        return len(shown(self.manager.keys())) if self.has_internal_keys else len(self.manager)
 
     def __iter__(self) -> Iterator[Hashable]:
-        return iter(_own(self.manager.keys()))
+        return iter(shown(self.manager.keys()))
 
     # -- parking -----------------------------------------------------------------------------------
 
@@ -247,8 +223,7 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def park(self, value: object) -> Internal:
         """Store a value under a key of its own, which is not shown; returns the key."""
-        key = _ParkedKey(next(self._numbers))
-        self._parked.add(key)
+        key = self._parked.new()
         self[key] = value
         return key
 
@@ -262,18 +237,11 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def unpark_later(self, key: Internal) -> None:
         """Give a parked value up, soon. May be called from a finaliser: takes no lock."""
-        self._unparked.append(key)
-
-    def _give_up_parked(self) -> None:
-        with suppress(IndexError):
-            while True:
-                key = self._unparked.popleft()
-                self.pop_quietly(key)
-                self._parked.discard(key)
+        self._parked.give_up(key)
 
     def clear(self) -> None:
         """Delete all keys. Reads nothing."""
-        self._give_up_parked()
+        self._parked.settle(self.pop_quietly)
         for key in list(self):
             self.pop_quietly(key)
 
@@ -293,25 +261,6 @@ class SpillStore(MutableMapping[Hashable, object]):
         raise TypeError(
             "a SpillStore belongs to its worker and cannot be pickled; "
             "pass gpuspill.data(...) where a cluster is configured"
-        )
-
-    def _warn_of_blocking(self, key: Hashable) -> None:
-        now = monotonic()
-        if now < self._warn_after:
-            return
-        self._warn_after = now + _WARN_INTERVAL
-        if isinstance(key, _ParkedKey):
-            logger.warning(
-                "A parked value was read on the event loop while it was on disk, which stops the worker until it is "
-                "read. Open the handle in a task that is no coroutine, or in a thread (await asyncio.to_thread(...)). "
-                "Further reads like this are only counted."
-            )
-            return
-        logger.warning(
-            "worker.data[%r] was read on the event loop while the value was on disk, which stops the worker until it "
-            "is read. Await worker.data.async_get([key]) instead, or read it in a task. "
-            "Further reads like this are only counted.",
-            key,
         )
 
     # -- asynchronous (dask/distributed#4424) ------------------------------------------------------
@@ -343,18 +292,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         DataLostError
             When awaited: a value was on disk and cannot be read back.
         """
-        result: asyncio.Future[dict[Hashable, Any]] = asyncio.get_running_loop().create_future()
-        try:
-            source = self.manager.get_many(keys, missing=missing)
-        except KeyError as error:
-            result.set_exception(error)
-            return result
-        if self.tier is not None:
-            source = _resolved(source, self.tier)
-        if source.done():
-            _copy_outcome(source, result)
-            return result
-        return asyncio.ensure_future(_checked(source))
+        return gather(self.manager, self.tier, keys, missing)
 
     def memory_total(self) -> int:
         """Bytes of values in memory (estimated): neither what is spilled nor the offset."""
@@ -382,12 +320,12 @@ class SpillStore(MutableMapping[Hashable, object]):
     @property
     def memory(self) -> Mapping[Hashable, object]:
         """What is in memory, for inspection. ``len`` is O(1)."""
-        return _TierView(self, Tier.HOST)
+        return TierView(self, Tier.HOST)
 
     @property
     def disk(self) -> Mapping[Hashable, object]:
         """What is on disk only, for inspection. ``len`` is O(1); reading a value brings it back."""
-        return _TierView(self, Tier.DISK)
+        return TierView(self, Tier.DISK)
 
     @property
     def slow(self) -> Mapping[Hashable, object]:
@@ -396,32 +334,14 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def statistics(self) -> Statistics:
         """Return a snapshot of every number. O(1)."""
-        if self._unparked:
-            self._give_up_parked()
+        if self._parked.given_up:
+            self._parked.settle(self.pop_quietly)
         found = replace(
             self.manager.statistics(),
             estimated_nbytes=self._estimated.total,
             device_external_nbytes=self._external.total,
         )
-        if self.tier is None:
-            return found
-        device = self.tier.statistics()
-        return replace(
-            found,
-            loop_io=found.loop_io + device.loop_io,
-            unspillable=max(0, found.unspillable - self.tier.skeletons),
-            estimated_nbytes=found.estimated_nbytes + device.estimated_nbytes,
-            device_limit=device.limit,
-            device_nbytes=device.device_nbytes,
-            device_pinned_nbytes=device.pinned_nbytes,
-            device_spilled_nbytes=device.spilled_nbytes,
-            device_lingering_nbytes=device.lingering_nbytes,
-            device_spills=device.spills,
-            device_direct_spills=device.direct_spills,
-            device_past_host_spills=device.past_host_spills,
-            device_restores=device.restores,
-            device_out_of_memory=device.out_of_memory,
-        )
+        return found if self.tier is None else with_device(found, self.tier)
 
     def close(self) -> None:
         """Stop background work and remove everything from disk. Blocks; idempotent.
@@ -436,92 +356,3 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.tier.settle()
         if self.pool is not None:
             self.pool.close()
-
-
-def _own(keys: list[Hashable]) -> list[Hashable]:
-    """Return the keys that are not the tier's."""
-    return [key for key in keys if not isinstance(key, Internal)]
-
-
-def _resolved(source: Future[dict[Hashable, Any]], tier: DeviceTier) -> Future[dict[Hashable, Any]]:
-    """Return a future of the values that skeletons stand for; done at once if nothing has to be waited for."""
-    result: Future[dict[Hashable, Any]] = Future()
-
-    def copy(resolved: Future[dict[Hashable, Any]]) -> None:
-        with suppress(InvalidStateError):  # cancelled
-            error = resolved.exception()
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(resolved.result())
-
-    def found(source: Future[dict[Hashable, Any]]) -> None:
-        if source.cancelled():
-            result.cancel()
-        elif source.exception() is not None:
-            copy(source)
-        else:
-            tier.resolve_later(source.result()).add_done_callback(copy)
-
-    source.add_done_callback(found)
-    # Futures keep their callbacks when they are done. One that knew the other both ways would keep the values, and what
-    # they have on the device, until the garbage collector comes.
-    asked = weakref.ref(source)
-    result.add_done_callback(lambda _: _cancel(asked()))
-    return result
-
-
-def _cancel(future: Future[Any] | None) -> None:
-    if future is not None:
-        future.cancel()
-
-
-def _copy_outcome(source: Future[dict[Hashable, Any]], target: asyncio.Future[dict[Hashable, Any]]) -> None:
-    error = source.exception() or _lost(source.result())
-    if error is not None:
-        target.set_exception(error)
-    else:
-        target.set_result(source.result())
-
-
-async def _checked(source: Future[dict[Hashable, Any]]) -> dict[Hashable, Any]:
-    values = await asyncio.wrap_future(source)
-    error = _lost(values)
-    if error is not None:
-        raise error
-    return values
-
-
-def _lost(values: Mapping[Hashable, Any]) -> DataLostError | None:
-    return next((value.error for value in values.values() if isinstance(value, LostValue)), None)
-
-
-class _TierView(Mapping[Hashable, object]):
-    """The part of a store that is in one tier, now."""
-
-    def __init__(self, store: SpillStore, tier: Tier) -> None:
-        self._store = store
-        self._tier = tier
-
-    def __getitem__(self, key: Hashable) -> object:
-        if key not in self:
-            raise KeyError(key)
-        return self._store[key]
-
-    def __contains__(self, key: object) -> bool:
-        try:
-            return self._store.manager.tier_of(key) is self._tier
-        except KeyError:
-            return False
-
-    def __len__(self) -> int:
-        if self._store.has_internal_keys:
-            return sum(1 for _ in self)
-        spilled = self._store.manager.spilled_count
-        return spilled if self._tier is Tier.DISK else len(self._store) - spilled
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(_own(self._store.manager.keys_in(self._tier)))
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} keys {'on disk' if self._tier is Tier.DISK else 'in memory'}>"

@@ -1,0 +1,61 @@
+"""The keys of parked values: which there are, and which nobody needs any more."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from gpuspill.tier import Internal
+
+__all__ = ["ParkedKey", "ParkedKeys"]
+
+
+class ParkedKey(Internal):
+    """Key of a value that a task has parked."""
+
+    __slots__ = ()
+
+
+class ParkedKeys:
+    """The keys of parked values. Its length is how many there are.
+
+    Attributes
+    ----------
+    given_up
+        Keys that nobody needs any more, whose values were not deleted yet.
+
+    Notes
+    -----
+    Thread-safe; takes no lock. Whoever lets go of a parked value may be a finaliser, which can do nothing but note it:
+    the value is deleted by whoever comes next.
+    """
+
+    __slots__ = ("_keys", "_numbers", "given_up")
+
+    def __init__(self) -> None:
+        self._keys: set[Internal] = set()
+        self._numbers = itertools.count(1)
+        self.given_up: deque[Internal] = deque()
+
+    def new(self) -> Internal:
+        """Return a new key."""
+        key = ParkedKey(next(self._numbers))
+        self._keys.add(key)
+        return key
+
+    def give_up(self, key: Internal) -> None:
+        """Note that nobody needs a key any more. From any thread, at any point."""
+        self.given_up.append(key)
+
+    def settle(self, delete: Callable[[Internal], object]) -> None:
+        """Call ``delete(key)`` for each key that nobody needs any more, and forget it."""
+        with suppress(IndexError):
+            while True:
+                key = self.given_up.popleft()
+                delete(key)
+                self._keys.discard(key)
+
+    def __len__(self) -> int:
+        return len(self._keys)
