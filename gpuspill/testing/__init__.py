@@ -8,6 +8,9 @@
 :mod:`~gpuspill.testing.machines`        any order of the core's events, each judged by the oracle
 :mod:`~gpuspill.testing.managers`        a manager without threads, which does what it is told
 :mod:`~gpuspill.testing.manager_machine` any order of a manager's events, also in the middle of its moves
+:mod:`~gpuspill.testing.manager_events`  these events
+:mod:`~gpuspill.testing.manager_model`   what the manager should hold and deliver meanwhile
+:mod:`~gpuspill.testing.interruptions`   what happens in the middle of an operation of a store
 :mod:`~gpuspill.testing.walks`           running these for a given number of steps
 :mod:`~gpuspill.testing.stores`          stores in memory, with faults, with gates
 :mod:`~gpuspill.testing.memory_store`    stores whose every operation waits for the test, or for what it does meanwhile

@@ -1,0 +1,156 @@
+"""What a manager should hold and deliver: a dictionary, against which it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+from gpuspill.core.residency import State
+from gpuspill.errors import DataLostError, StorageError
+from gpuspill.serialization import Encoded, PickleSerializer
+from gpuspill.testing.interruptions import Interruptions
+from gpuspill.testing.managers import Bench
+from gpuspill.testing.values import Made
+from gpuspill.testing.walks import pick
+
+__all__ = ["KEYS", "ManagerModel"]
+
+KEYS = "abcdef"
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, Encoded):
+        return PickleSerializer().loads(value.header, [memoryview(bytearray(frame)) for frame in value.frames])
+    return value
+
+
+@dataclass(eq=False)
+class _Asked:
+    future: Future[Any]
+    expected: dict[str, Made]
+
+
+class ManagerModel:
+    """What a manager should hold and deliver.
+
+    Parameters
+    ----------
+    kit
+        The manager, and what it works with.
+    interruptions
+        Account for errors.
+
+    Attributes
+    ----------
+    values
+        What each key should have.
+    """
+
+    def __init__(self, kit: Bench, interruptions: Interruptions) -> None:
+        self.kit = kit
+        self._interruptions = interruptions
+        self.values: dict[str, Made] = {}
+        self._asked: list[_Asked] = []
+
+    # -- checks --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compare keys, and what was delivered since."""
+        manager = self.kit.manager
+        manager.validate()
+        assert set(manager) == self.values.keys()
+        assert len(manager) == len(self.values)
+        for key in KEYS:
+            assert (key in manager) == (key in self.values)
+        for asked in [asked for asked in self._asked if asked.future.done()]:
+            self._asked.remove(asked)
+            self._deliver(asked)
+
+    def _deliver(self, asked: _Asked) -> None:
+        try:
+            values = {key: _decoded(value) for key, value in asked.future.result(0).items()}
+        except CancelledError:
+            return
+        except (StorageError, DataLostError, ZeroDivisionError) as error:
+            self.explain(error, asked.expected)
+            return
+        assert values.keys() == asked.expected.keys()
+        for key, value in values.items():
+            self.compare(asked.expected[key], value)
+
+    def compare(self, made: Made, value: Any) -> None:
+        """Compare a value with what was stored."""
+        assert made.fits(value), f"{made} came back as {value!r}"
+
+    def explain(self, error: Exception, expected: Mapping[str, Made]) -> None:
+        """Some of what was asked for must account for the error."""
+        if isinstance(error, DataLostError):
+            key = error.key
+            assert isinstance(key, str)
+            assert repr(key) in str(error)
+            assert expected[key].lost, f"nothing was done to {key}: {error}"
+        elif isinstance(error, ZeroDivisionError):
+            assert any(made.kind == "unloadable" for made in expected.values())
+        else:
+            assert self._interruptions.failures, f"the disk did not fail: {error}"
+
+    # -- asking ----------------------------------------------------------------------------------------
+
+    def ask(self, future: Future[Any], expected: dict[str, Made]) -> None:
+        """Note what somebody asked for, and what should come."""
+        self._asked.append(_Asked(future, expected))
+
+    def cancel(self, i: int) -> None:
+        """Give up something that was asked for."""
+        if self._asked:
+            pick(self._asked, i).future.cancel()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something that was asked for has not come."""
+        return bool(self._asked)
+
+    def get(self, key: str) -> Any:
+        """Read a key and compare; return the value, or None if it could not be had for a reason that is known."""
+        made = self.values[key]
+        if self.blocks(key):
+            return None
+        try:
+            value = self.kit.manager.get(key)
+        except (StorageError, DataLostError, ZeroDivisionError) as error:
+            self.explain(error, {key: made})
+            return None
+        self.compare(made, value)
+        return value
+
+    # -- looking ---------------------------------------------------------------------------------------
+
+    def known(self, i: int) -> str | None:
+        """Return one of the keys there are."""
+        return pick(sorted(self.values), i) if self.values else None
+
+    def expected(self, *keys: str) -> dict[str, Made]:
+        """Return what those of some keys have that there are."""
+        return {key: self.values[key] for key in keys if key in self.values}
+
+    def state(self, key: str) -> State:
+        """Return the state of what a key has."""
+        return self.kit.state(key)
+
+    def blocks(self, key: str) -> bool:
+        """Whether reading a key here would wait for what this same thread is doing, or has to do."""
+        pid = self.kit.manager.proxy(key).pid
+        return self.kit.manager._metadata.slots[pid].restoring is not None
+
+    def find(self, value: Any) -> Made | None:
+        """Return what was stored as an object, if it is there: there is only one of some objects."""
+        slots = self.kit.manager._metadata.slots
+        pid = slots.find(value)
+        if pid is None:
+            return None
+        for key, made in self.values.items():
+            if self.kit.manager.proxy(key).pid == pid:
+                return made
+        return None
