@@ -8,13 +8,14 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache, partial
+from numbers import Integral
 from typing import Any
 
 from distributed import LocalCluster, Nanny, Worker
 
 from gpuspill.config import Settings, is_on
 from gpuspill.distributed.attachment import data as spilling_data
-from gpuspill.distributed.dask_cuda import bind, cluster_class, device_limit_option, why_no_devices
+from gpuspill.distributed.dask_cuda import bind, cluster_class, device_limit_option, switched_off, why_no_devices
 from gpuspill.errors import ConfigError
 from gpuspill.legacy import SHARED_FILESYSTEM, answer_once, jit_unspill
 
@@ -59,10 +60,13 @@ class LocalCUDACluster(LocalCluster):
     Raises
     ------
     ConfigError
-        The switch is no truth value or is said to be on and off; or ``data=`` was given although it is on.
+        The switch is no truth value or is said to be on and off; ``data=`` was given although it is on; or
+        ``CUDA_VISIBLE_DEVICES`` is a number.
     TypeError
         A keyword is none of this class, dask-cuda's, ``LocalCluster`` or the workers'. (Not raised if a worker class of
         your own takes any.)
+    ValueError
+        ``n_workers`` is no number of workers; and whatever else dask-cuda's class raises it for.
 
     Notes
     -----
@@ -104,11 +108,21 @@ class LocalCUDACluster(LocalCluster):
         if on and shared_filesystem:
             answer_once(f"shared_filesystem={shared_filesystem!r} changes nothing: {SHARED_FILESYSTEM}")
         given = _by_name(stock, args, kwargs)
+        visible = given.get("CUDA_VISIBLE_DEVICES")
+        if isinstance(visible, int) and visible != -1:
+            raise ConfigError(
+                "CUDA_VISIBLE_DEVICES: expected a list of devices, or their names separated by commas, "
+                f"found {visible!r}: write '{visible}'"
+            )
         if on:
             limit = device_limit_option(given.get("device_memory_limit", "default"))
             # By default what is configured counts, on each worker.
             options = {} if limit == "auto" else {"device_memory_limit": limit}
             kwargs["data"] = given["data"] = spilling_data(**options)
+            if with_devices and switched_off():
+                # dask-cuda would ask the device what most limits come to, for a store that it does not make.
+                given["device_memory_limit"] = 0
+                args, kwargs = (), given
         if with_devices:
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         else:
@@ -149,7 +163,7 @@ def _refuse_unknown(keywords: Iterable[str], stock: type | None, with_devices: b
             return
         known |= taken
     for name in keywords:
-        if name in known or (not with_devices and name.startswith("rmm_")):
+        if name in known or (stock is None and name.startswith("rmm_")):  # only dask-cuda knows which there are
             continue
         close = difflib.get_close_matches(name, known - {"self"})
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
@@ -218,6 +232,9 @@ def _without_devices(given: Mapping[str, Any], on: bool, stock: type | None) -> 
     ignored = sorted(name for name in dropped if keywords.pop(name) not in (None, False))
     if keywords.get("n_workers") is None:
         keywords["n_workers"] = _count(visible)
+    n_workers = keywords["n_workers"]
+    if not isinstance(n_workers, Integral) or n_workers < 0:
+        raise ValueError(f"n_workers: expected how many workers to start, found {n_workers!r}")
     keywords.setdefault("threads_per_worker", 1)
     if keywords.get("memory_limit") == "auto":
         del keywords["memory_limit"]  # the default: its part of the machine's memory
@@ -230,7 +247,7 @@ def _without_devices(given: Mapping[str, Any], on: bool, stock: type | None) -> 
     logger.warning(
         "%s: starting %d worker(s) %s.%s",
         why,
-        keywords["n_workers"],
+        n_workers,
         "with simulated devices" if simulated else "on the CPU only",
         f" Ignored, because it is about devices: {', '.join(ignored)}." if ignored else "",
     )

@@ -76,6 +76,12 @@ def _with_flag(callback: Callable[..., Any]) -> Callable[..., Any]:
             options["preload"] = (*(options.get("preload") or ()), "gpuspill")
         if settings.device == "simulated":
             device_memory_limit = _do_without_devices(device_memory_limit)
+        elif why := why_no_devices():
+            raise click.ClickException(
+                f"{why}, and dask-cuda starts no worker without one. For one that spills from host memory to disk: "
+                "dask worker ADDRESS --preload gpuspill. For a simulated device: gpuspill.device: simulated "
+                "(DASK_GPUSPILL__DEVICE=simulated)"
+            )
         with dask.config.set({f"gpuspill.{name.replace('_', '-')}": value for name, value in chosen.items()}):
             return callback(device_memory_limit=device_memory_limit, **options)
 

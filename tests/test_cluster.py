@@ -169,11 +169,19 @@ def test_the_shared_filesystem_is_answered_once(caplog: pytest.LogCaptureFixture
         ({"jit_unspill": "maybe"}, "jit_unspill: expected true or false, found 'maybe'"),
         ({"data": dict}, "data= was given"),
         ({"device_memory_limit": "lots"}, "gpuspill.device-memory-limit: expected a size"),
+        ({"CUDA_VISIBLE_DEVICES": 0}, "CUDA_VISIBLE_DEVICES: expected a list of devices.* found 0: write '0'"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error(keywords: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(n_workers=0, **keywords)
+
+
+@pytest.mark.parametrize("number", [-1, "2", 1.5])
+def test_a_wrong_number_of_workers_is_an_error(number: object, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=f"n_workers: expected how many workers to start, found {number!r}"):
+        start(n_workers=number)
+    assert told(caplog) == []
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ __all__ = [
     "cluster_class",
     "device_limit_option",
     "missing_parts",
+    "switched_off",
     "why_no_devices",
     "worker_command",
 ]

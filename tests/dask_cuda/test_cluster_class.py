@@ -72,6 +72,30 @@ def test_an_unknown_keyword_is_an_error_at_once_and_those_of_dask_cuda_are_known
         assert options_of(cluster)[1]["lifetime"] == "1 h"
 
 
+def test_without_devices_a_misspelt_keyword_is_an_error_too(monkeypatch):
+    monkeypatch.setattr("gpuspill.cluster.why_no_devices", lambda visible: "there are none")
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'rmm_pool_sze'\. Did you mean .*'rmm_pool_size'"):
+        start(n_workers=0, rmm_pool_sze=1)
+    with start(n_workers=0, rmm_pool_size=1):
+        pass
+
+
+@pytest.mark.parametrize("limit", ["default", "auto", 0.5])
+def test_told_to_touch_no_device_it_asks_none_for_the_limit(monkeypatch, limit):
+    monkeypatch.setenv("DASK_CUDA_TEST_DISABLE_DEVICE_SPECIFIC", "1")
+
+    def asked(*args):
+        raise AssertionError("the device was asked")
+
+    monkeypatch.setattr("dask_cuda.utils.has_device_memory_resource", asked)
+    monkeypatch.setattr("dask_cuda.utils.get_device_total_memory", asked)
+    with start("0", 1, 3, device_memory_limit=limit) as cluster:
+        _, options = options_of(cluster)
+        assert options["nthreads"] == 3
+        expected = {"default": {}, "auto": {"device_memory_limit": None}}
+        assert options["data"][1] == {"options": expected.get(limit, {"device_memory_limit": limit})}
+
+
 @pytest.mark.parametrize(
     ("limit", "option"), [("1 GB", "1 GB"), (10**9, 10**9), ("0", "0"), (0, 0), (None, None)], ids=repr
 )

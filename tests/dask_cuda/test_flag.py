@@ -34,6 +34,7 @@ def command(monkeypatch):
         called.update(options, config={name.replace("_", "-"): value for name, value in configured.items()})
 
     monkeypatch.setattr(dask_cuda.cli, "CUDAWorker", CUDAWorker)
+    monkeypatch.setattr("gpuspill.dask_cli.why_no_devices", lambda: None)
     worker = dask_cuda.cli.worker
     stock = click.Command(
         worker.name,
@@ -218,3 +219,14 @@ def test_a_simulated_device_needs_no_other(command, monkeypatch, caplog):
     assert os.environ["DASK_CUDA_TEST_DISABLE_DEVICE_SPECIFIC"] == "1"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     assert "no CUDA device was found: starting worker(s) with simulated devices." in caplog.text
+
+
+def test_without_a_device_it_says_what_to_do(command, monkeypatch):
+    monkeypatch.setattr("gpuspill.dask_cli.why_no_devices", lambda: "no CUDA device was found")
+    result, called = command("--enable-jit-unspill")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: no CUDA device was found")
+    assert "dask worker ADDRESS --preload gpuspill" in result.output
+    assert not called
+    result, _ = command("--disable-jit-unspill")
+    assert result.exit_code == 0, result.output
