@@ -147,16 +147,16 @@ class SpillStore(MutableMapping[Hashable, object]):
         if external is not None:
             # It is not in our hands: nothing of it can be evicted, and nothing of it is in the host's memory.
             nbytes = max(0, (measure(value) if nbytes is None else nbytes) - external)
+        touched = self.passes_on is None or not self.passes_on(key)
         if self.tier is not None:
             # The worker's size is that of the whole value; what is on the device is counted there.
-            skeleton = self.tier.proxify(value, key)
+            skeleton = self.tier.proxify(value, key, touched=touched)
             if skeleton is not value:
                 self._estimated.note(key, None)
                 self.manager.store(key, skeleton, self.tier.host_nbytes(skeleton, nbytes), spillable=False)
                 self.tier.expect_use(skeleton, self.manager.next_use(key), key)
                 self.tier.settle()
                 return
-        touched = self.passes_on is None or not self.passes_on(key)
         self.manager.store(key, value, nbytes, spillable=external is None, touched=touched)
         if self.tier is not None:
             self.tier.settle()

@@ -123,7 +123,7 @@ class DeviceTier:
 
     # -- in ----------------------------------------------------------------------------------------
 
-    def proxify(self, value: Any, label: Hashable = None) -> Any:
+    def proxify(self, value: Any, label: Hashable = None, *, touched: bool = True) -> Any:
         """Return a :class:`Skeleton` of a value that has something on the device; any other value itself.
 
         Its memory is known from now on and may leave the device as soon as nobody has an array on it. It is given up
@@ -135,12 +135,18 @@ class DeviceTier:
             Anything. What cannot be taken apart is returned as it is.
         label
             Under which room was promised to it, by :meth:`admit`.
+        touched
+            Whether its memory may have been changed in place, if it is known already: a copy that is on its way down
+            may have been made before, and is given up.
         """
         self.settle()
         self._guard.verify()
         if label is not None:
             self.manager.settle(label)
-        return self._disassembler.disassemble(value)
+        found = self._disassembler.disassemble(value)
+        if touched and found is not value:
+            self.manager.renew(found.units)
+        return found
 
     # -- out ---------------------------------------------------------------------------------------
 

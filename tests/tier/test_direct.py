@@ -58,8 +58,8 @@ class Rig:
         self.allocated.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    def put(self, key, value):
-        self.keys[key] = self.tier.proxify(value)
+    def put(self, key, value, **options):
+        self.keys[key] = self.tier.proxify(value, **options)
         self.tier.settle()
 
     def get(self, key):
@@ -443,7 +443,7 @@ def stuck(rig, monkeypatch):
 
 
 @pytest.mark.parametrize("at", [1, 3, 6])
-@pytest.mark.parametrize("meanwhile", ["read", "delete", "overwrite", "join", "view", "evict"])
+@pytest.mark.parametrize("meanwhile", ["read", "delete", "overwrite", "join", "pass on", "view", "evict"])
 def test_in_the_middle(rig, stuck, meanwhile, at):
     gate, spill = stuck(at)
     kept = None
@@ -455,6 +455,8 @@ def test_in_the_middle(rig, stuck, meanwhile, at):
         rig.put("x", asarray(np.ones(3)))
     elif meanwhile == "join":
         rig.put("y", rig.get("x")[3:])
+    elif meanwhile == "pass on":
+        rig.put("y", rig.get("x"), touched=False)
     elif meanwhile == "view":
         kept = rig.get("x")[3:]
     else:
@@ -473,9 +475,32 @@ def test_in_the_middle(rig, stuck, meanwhile, at):
         np.testing.assert_array_equal(asnumpy(rig.get("x")), np.ones(3))
     elif meanwhile != "delete":
         np.testing.assert_array_equal(asnumpy(rig.get("x")), numbers())
-    if meanwhile == "join":
+    if meanwhile in ("join", "pass on"):
+        assert rig.files.statistics().writes == (2 if meanwhile == "join" else 1)
         assert rig.get("y").allocation is rig.get("x").allocation
     del kept
+
+
+def test_changed_in_place_and_stored_again_when_all_is_copied(rig, monkeypatch):
+    gate, real = Gate(), rig.files.write
+
+    def write(header, frames):
+        receipt = real(header, frames)
+        gate.pass_through()
+        return receipt
+
+    monkeypatch.setattr(rig.files, "write", write)
+    rig.put("x", asarray(np.ones(UNIT // 8)))
+    spill = in_thread(rig.tier.manager.make_room, 1)
+    assert gate.arrived.acquire(timeout=60)
+    changed = rig.get("x")
+    changed += 1
+    rig.put("x", changed)
+    del changed
+    gate.open()
+    assert spill() == UNIT  # written anew
+    assert rig.live() == 0
+    np.testing.assert_array_equal(asnumpy(rig.get("x")), np.full(UNIT // 8, 2.0))
 
 
 def test_others_come_and_go_while_the_disk_is_stuck(rig, stuck):
