@@ -42,7 +42,7 @@ class UseAfterFree(DeviceError):
     """An allocation was used after :meth:`Device.free`, or freed twice."""
 
 
-class OutOfMemory(GpuspillError, MemoryError):
+class OutOfMemory(MemoryError, GpuspillError):
     """The device has no room for an allocation, and no hook could make any."""
 
 

@@ -1,6 +1,7 @@
 """The simulated device keeps the contract (the conformance suite), and is late and strict beyond it."""
 
 import gc
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -495,6 +496,8 @@ def test_the_device_errors_are_one_family():
     for error in (UnorderedAccess, FreedUnderCopy, SourceChanged, UseAfterFree):
         assert issubclass(error, DeviceError)
     assert issubclass(OutOfMemory, MemoryError)
+    travelled = pickle.loads(pickle.dumps(OutOfMemory("why")))
+    assert (type(travelled), str(travelled)) == (OutOfMemory, "why")
 
 
 # -- the clock --------------------------------------------------------------------------------------
