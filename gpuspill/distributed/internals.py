@@ -20,6 +20,7 @@ from dask._task_spec import Alias
 from distributed import Status
 from distributed import worker_state_machine as wsm
 from distributed.comm.addressing import get_address_host
+from distributed.protocol import ToPickle
 from distributed.spill import SpillBuffer
 from tornado.ioloop import PeriodicCallback
 
@@ -152,7 +153,9 @@ async def _obtainable(worker: Any, key: Any) -> bool:
         holders = await worker.scheduler.who_has(keys=[key])
         if set(holders.get(key, ())) - {worker.address}:
             return True
-        return await worker.scheduler.get_runspec(key=key) is not None
+        found = await worker.scheduler.get_runspec(key=key)
+        # Within a process nothing is serialised: it comes in the wrapper in which it was sent.
+        return (found.data if isinstance(found, ToPickle) else found) is not None
     except Exception:  # unknown to the scheduler, or no answer: giving it up is right or harmless
         logger.debug("could not ask the scheduler about %r", key, exc_info=True)
         return True

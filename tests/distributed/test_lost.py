@@ -160,6 +160,22 @@ async def test_a_task_needs_scattered_data_that_is_lost(c, s, a, use):
     assert await c.submit(inc, 1) == 2
 
 
+@gen_test()
+async def test_a_worker_in_the_process_of_the_scheduler_loses_scattered_data():
+    async with (
+        LocalCluster(
+            n_workers=1, processes=False, data=gpuspill.data(host_limit=1), dashboard_address=None, asynchronous=True
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        (worker,) = cluster.workers.values()
+        x = (await client.scatter({"my-data": np.ones(1000)}))["my-data"]
+        await damage_all(worker)
+        with pytest.raises(DataLostError, match="my-data"):
+            await client.submit(total, x)
+        assert await client.submit(inc, 1) == 2
+
+
 @pytest.mark.parametrize("direct", [False, True])
 @spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
 async def test_a_client_gathers_scattered_data_that_is_lost(c, s, a, direct):
