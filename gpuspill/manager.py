@@ -148,18 +148,20 @@ class ProxifyManager:
         self._intake.store(key, value, nbytes, spillable, touched)
 
     def renew(self, keys: Iterable[Hashable]) -> None:
-        """Values that are in memory may have been changed in place: records of them no longer count.
+        """Values that the caller has in hand may have been changed in place: records of them no longer count.
 
         Nor does one that is being written. As storing them again; unknown keys do not matter.
         """
+        keys = tuple(keys)
         with self._metadata as state:
             if self._metadata.nested:
-                self._metadata.defer(partial(self.renew, tuple(keys)))
+                self._metadata.defer(partial(self.renew, keys))
                 return
             for key in keys:
                 entry = self._ledger.keys.get(key)
                 if entry is not None and entry.residency.resident:
                     state.renew(entry.pid)
+        self._restorer.revive(keys)
 
     def store_encoded(self, key: Hashable, encoded: Encoded) -> None:
         """Put a value that came as bytes in memory under `key`; it is decoded when somebody needs it, if ever.

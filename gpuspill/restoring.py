@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 
 from gpuspill.admission import Admission
 from gpuspill.core.ledger import Entry
+from gpuspill.core.residency import State
 from gpuspill.engine import Engine
 from gpuspill.errors import DataLostError, ManagerClosed, StorageError
 from gpuspill.metadata import Metadata
@@ -247,6 +248,20 @@ class Restorer:
                 state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
             self._sharing.divide(pid, shared)
         future.set_result(value)
+
+    def revive(self, keys: Iterable[Hashable]) -> None:
+        """Take back what left memory while somebody had it, and still has. Nothing is read, and records are given up.
+
+        Other keys do not matter.
+        """
+        for key in keys:
+            with self._metadata:
+                entry = self._metadata.state.ledger.keys.get(key)
+                gone = entry is None or entry.residency.state is not State.SPILLED or self._metadata.closed
+                if entry is None or gone or self._metadata.slots[entry.pid].ghost is None:
+                    continue
+                self._begin(key, entry.pid, None)
+            self._restore(entry.pid)
 
     def _decode(self, pid: int, encoded: Encoded) -> None:
         """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""

@@ -236,6 +236,21 @@ def test_memory_under_a_view_lingers_and_counts_and_comes_back_without_a_copy(ri
     np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(10.0))
 
 
+def test_memory_that_lingers_and_was_changed_is_what_is_stored(rig):
+    array = asarray(np.arange(10.0))
+    view = array[2:5]
+    rig.put("x", array)
+    del array
+    rig.to_host()
+    view += 100
+    rig.put("v", view)
+    del view
+    rig.to_host()
+    assert rig.live() == 0
+    np.testing.assert_array_equal(asnumpy(rig.get("v")), np.arange(102.0, 105.0))
+    assert rig.statistics().loop_io == 0
+
+
 def test_a_view_on_memory_that_lingers_joins_its_unit(rig):
     array = asarray(np.arange(10.0))
     view = array[2:5]
