@@ -20,7 +20,7 @@ from dask._task_spec import Alias
 from distributed import Status
 from distributed import worker_state_machine as wsm
 from distributed.comm.addressing import get_address_host
-from distributed.protocol import ToPickle
+from distributed.protocol.serialize import ToPickle
 from distributed.spill import SpillBuffer
 from tornado.ioloop import PeriodicCallback
 
