@@ -6,6 +6,7 @@ import errno
 import logging
 import threading
 from collections.abc import Hashable, Sequence
+from textwrap import shorten
 
 from gpuspill.core.backoff import Backoff
 from gpuspill.core.sizes import SizeModel
@@ -259,7 +260,7 @@ class Spiller:
                 slot.kind.__module__,
                 slot.kind.__qualname__,
                 type(error).__name__,
-                error,
+                shorten(str(error), 500, placeholder=" ..."),  # some show the whole value
             )
         elif error is not None:
             self._log_once(

@@ -81,6 +81,23 @@ def test_what_could_not_be_serialised_is_let_go_of_at_once():
             gc.enable()
 
 
+class Wordy:
+    """As some libraries do, it names in the error all that it is."""
+
+    def __reduce__(self):
+        raise TypeError("cannot pickle " + "a long value " * 1000)
+
+
+def test_one_line_says_what_cannot_be_serialised_however_long_the_error(kit, caplog):
+    kit.manager.store("a", Wordy())
+    squeeze(kit)
+    (line,) = [record.getMessage() for record in caplog.records if "cannot serialise" in record.getMessage()]
+    assert "'a'" in line
+    assert "Wordy" in line
+    assert "cannot pickle a long value" in line
+    assert len(line) < 1000
+
+
 def test_errors_that_lead_to_themselves_are_cut_loose():
     try:
         try:

@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+from distributed.protocol.serialize import Serialized, serialize
+from distributed.utils import offload
+
 from gpuspill.admission import Admission
 from gpuspill.distributed.internals import forget_lost, recover
+from gpuspill.distributed.jobs import granted
 from gpuspill.distributed.serialization import FOREIGN_HEADER
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Form, Window, wrap
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import Encoded
-from gpuspill.tier import DeviceTier
+from gpuspill.tier import DeviceTier, Skeleton
 
 if TYPE_CHECKING:
     from gpuspill.distributed.attachment import Attachment
@@ -32,7 +36,7 @@ class Parcel:
     window
         Bounds what is read from disk for sending.
     tier
-        Of the device, if there is one. What is there is sent as the value.
+        Of the device, if there is one. What is there is sent as the value; what has left it, as bytes.
 
     Attributes
     ----------
@@ -49,7 +53,14 @@ class Parcel:
         self.values: dict[Any, Any] = {}
 
     async def fill(
-        self, keys: Iterable[Any], form: Form, type_of: Callable[[Any], type | None], *, borrow: bool
+        self,
+        keys: Iterable[Any],
+        form: Form,
+        type_of: Callable[[Any], type | None],
+        *,
+        borrow: bool,
+        serializers: Collection[str] | None,
+        shared: bool,
     ) -> None:
         """Pin the values of `keys` and get ready what to send. After a failure or a cancellation, release it.
 
@@ -63,6 +74,10 @@ class Parcel:
             Returns the type of the value of a key, if it is known.
         borrow
             Whether nobody but the system looks at what is sent as bytes: then it may lie in memory that is the file's.
+        serializers
+            The families that the receiver takes; None for distributed's own choice.
+        shared
+            Whether the receiver gets the objects themselves, being in this process.
 
         Raises
         ------
@@ -89,7 +104,28 @@ class Parcel:
             else:
                 self.values[key] = wrap(value, form, type_of(key))
         if self._tier is not None:
+            if not shared:
+                await self._turn_into_bytes(self._tier, serializers)
             self.values = await asyncio.wrap_future(self._tier.resolve_later(self.values))
+
+    async def _turn_into_bytes(self, tier: DeviceTier, serializers: Collection[str] | None) -> None:
+        """Serialise what has left the device, a value at a time: the device may not have room for all of them.
+
+        One is brought back, when there is room for it, and may leave again as soon as there are bytes of it. That the
+        others are not pinned meanwhile may make some of them leave, which are then sent in the same way.
+        """
+        while True:
+            away = (k for k, value in self.values.items() if type(value) is Skeleton and not tier.is_ready(value))
+            key = next(away, None)
+            if key is None:
+                return
+            admission = tier.admit(None, [self.values[key]])
+            try:
+                await granted(admission)
+                found = await asyncio.wrap_future(tier.resolve_later({key: self.values[key]}, admission))
+                self.values[key] = await offload(_serialized, found.pop(key), serializers)
+            finally:
+                admission.release()
 
     def release(self) -> None:
         """It is written, or never will be. Idempotent."""
@@ -101,6 +137,11 @@ class Parcel:
             self._pins.release()
 
 
+def _serialized(value: Any, serializers: Collection[str] | None) -> Serialized:
+    """Return what stands for a value in a message, on the network the same as the value itself."""
+    return Serialized(*serialize(value, serializers=serializers))  # type: ignore[no-untyped-call]
+
+
 async def pack(
     worker: Any,
     attachment: Attachment,
@@ -110,6 +151,8 @@ async def pack(
     substitute: Callable[[DataLostError], LostValue] | None,
     *,
     borrow: bool,
+    serializers: Collection[str] | None = None,
+    shared: bool = False,
 ) -> Parcel:
     """Get ready what is there of `keys`.
 
@@ -121,7 +164,8 @@ async def pack(
     while True:
         parcel = Parcel(store.manager, attachment.window, store.tier)
         try:
-            await parcel.fill((key for key in keys if key not in lost), form, type_of, borrow=borrow)
+            wanted = (key for key in keys if key not in lost)
+            await parcel.fill(wanted, form, type_of, borrow=borrow, serializers=serializers, shared=shared)
             parcel.values |= lost
             if store.has_lost_values:
                 for key in [key for key, value in parcel.values.items() if isinstance(value, LostValue)]:

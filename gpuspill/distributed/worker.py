@@ -130,7 +130,7 @@ def spilling_class(base: Any) -> Any:
             # Counted as outgoing while values are read, so that a worker that is busy reading is busy for others too.
             self.transfer_outgoing_count += 1
             try:
-                parcel = await _pack(self, comm, keys, who, _form_for(comm, serializers))
+                parcel = await _pack(self, comm, keys, who, serializers)
             except ManagerClosed:
                 # This worker is being closed. Whoever asks has to take it for gone; by an error its task would fail.
                 comm.abort()
@@ -336,15 +336,19 @@ def _prepares_inputs(executor: Any) -> bool:
 
 
 @context_meter_to_server_digest("get-data")
-async def _pack(worker: Any, comm: Any, keys: Collection[Any], who: str | None, form: Form) -> Parcel:
+async def _pack(
+    worker: Any, comm: Any, keys: Collection[Any], who: str | None, serializers: Collection[str] | None
+) -> Parcel:
     return await pack(
         worker,
         worker._gpuspill,
         keys,
-        form,
+        _form_for(comm, serializers),
         partial(_known_type, worker),
         _substitute_for(comm, who),
         borrow=_sent_by_system(comm),
+        serializers=serializers,
+        shared=_same_process(comm),
     )
 
 

@@ -14,7 +14,7 @@ import gpuspill
 from gpuspill import simulated
 from gpuspill.config import Settings
 from gpuspill.device.past_host import PastHost, Trust
-from gpuspill.distributed import factory
+from gpuspill.distributed import factory, sending
 from gpuspill.distributed.devices import device_limit, find_device
 from gpuspill.errors import ConfigError, DataLostError
 from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
@@ -215,6 +215,28 @@ async def test_values_are_sent_to_workers_and_clients(c, s, a, b, device):
     for i, x in enumerate(await c.gather(xs)):
         assert type(x) is Array
         np.testing.assert_array_equal(asnumpy(x), np.full(CHUNK // 8, i))
+
+
+@on_device(nthreads=TWO, config=NO_AMM, limits=(1, 64 * LIMIT))
+async def test_a_request_for_more_than_the_device_has(c, s, a, b, device, monkeypatch):
+    """What has left it is sent a value at a time; the device of who asks is this one, which has room for all."""
+    number = 4 * LIMIT // CHUNK
+    futures = [c.submit(make, i, workers=[a.address], pure=False) for i in range(number)]
+    await wait(futures)
+    await off_device(a)
+    pinned = []
+    serialize = sending.serialize
+
+    def serializing(value, serializers):
+        pinned.append(a.data.tier.manager.statistics().pinned_nbytes)
+        return serialize(value, serializers=serializers)
+
+    monkeypatch.setattr(sending, "serialize", serializing)
+    gathered = await c.gather(futures)
+    assert [int(value.sum()) for value in gathered] == [i * CHUNK // 8 for i in range(number)]
+    assert pinned == [CHUNK] * number
+    assert a.data.tier.statistics().device_nbytes <= LIMIT
+    assert not a.data.tier.manager.statistics().pinned_nbytes
 
 
 @on_device()
