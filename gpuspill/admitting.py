@@ -141,7 +141,7 @@ class Admitter:
         for key, entry in entries.items():
             state.pin(entry.pid)
             pids[key] = entry.pid
-            if entry.residency.state is State.SPILLED:
+            if entry.state is State.SPILLED:
                 missing[entry.pid] = entry.nbytes
         reservation = state.reserve(sum(missing.values()) + output_nbytes, kind)
         return self._hand_out(reservation, pids, outputs, output_nbytes)
@@ -163,7 +163,7 @@ class Admitter:
         with self._metadata:
             # By proxy: several keys may hold one.
             entries = {pid: self._metadata.entry(key, pid) for key, pid in admission.pids.items()}
-            return sum(entry.nbytes for entry in entries.values() if entry.residency.state is State.SPILLED)
+            return sum(entry.nbytes for entry in entries.values() if entry.state is State.SPILLED)
 
     # -- taking back ---------------------------------------------------------------------------------
 

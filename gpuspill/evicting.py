@@ -108,7 +108,7 @@ class Evictor:
                 self._spiller.spill(pid, force=True)
                 with self._metadata as state:
                     entry = state.ledger.entries.get(pid)
-                    freed += size if entry is None or not entry.residency.resident else 0
+                    freed += size if entry is None or not entry.resident else 0
             elif not dropped:
                 if not spilling or self._engine.spilling_here:
                     break

@@ -207,7 +207,7 @@ class Gatherer:
                 slot = self._metadata.slots[pid]
                 if slot.lost is not None:
                     raise lost_error(key, slot.lost)
-                if entry.residency.resident:
+                if entry.resident:
                     future.set_result(slot.value)
                     return future
                 if slot.restoring is not None:

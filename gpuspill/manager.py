@@ -159,7 +159,7 @@ class ProxifyManager:
                 return
             for key in keys:
                 entry = self._ledger.keys.get(key)
-                if entry is not None and entry.residency.resident:
+                if entry is not None and entry.resident:
                     state.renew(entry.pid)
         self._restorer.revive(keys)
 
@@ -212,7 +212,7 @@ class ProxifyManager:
         """Return the keys whose value is in memory (`Tier.HOST`) or not (`Tier.DISK`). O(n)."""
         wanted = tier is Tier.HOST
         with self._metadata:
-            return [key for key, entry in self._ledger.keys.items() if entry.residency.resident is wanted]
+            return [key for key, entry in self._ledger.keys.items() if entry.resident is wanted]
 
     def is_resident(self, key: Hashable) -> bool:
         """Whether the value of `key` is in memory and can be handed out at once. KeyError if unknown."""
@@ -220,7 +220,7 @@ class ProxifyManager:
 
     def tier_of(self, key: Hashable) -> Tier:
         """Return the fastest tier in which the value of `key` is, decoded or not. KeyError if unknown."""
-        return Tier.HOST if self._ledger.keys[key].residency.resident else Tier.DISK
+        return Tier.HOST if self._ledger.keys[key].resident else Tier.DISK
 
     def nbytes(self, key: Hashable) -> int:
         """Bytes the value of `key` takes in memory, wherever it is. KeyError if unknown.

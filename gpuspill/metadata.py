@@ -132,16 +132,16 @@ class Metadata:
             entries = state.ledger.entries
             assert slots.keys() == entries.keys()
             for pid, slot in slots.items():
-                residency = entries[pid].residency
-                if residency.resident:
+                entry = entries[pid]
+                if entry.resident:
                     listed = slots.by_id.get(id(slot.value))
                     assert listed is None or slots[listed].value is slot.value, slot.key
                 else:
                     assert slot.value is None, slot.key
-                assert (slot.receipt is not None) == residency.has(Tier.DISK), slot.key
+                assert (slot.receipt is not None) == entry.has(Tier.DISK), slot.key
                 decoding = slot.restoring is not None and isinstance(slot.value, Encoded)
-                assert decoding or (slot.restoring is not None) == (residency.target == Tier.HOST), slot.key
-                assert residency.lost == (slot.lost is not None), slot.key
+                assert decoding or (slot.restoring is not None) == (entry.target == Tier.HOST), slot.key
+                assert entry.lost == (slot.lost is not None), slot.key
             assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
 
     def __enter__(self) -> SpillState:

@@ -84,7 +84,7 @@ class Prefetcher:
                 return 0
             for key in keys:
                 entry = state.ledger.keys.get(key)
-                if entry is None or entry.residency.state is not State.SPILLED:
+                if entry is None or entry.state is not State.SPILLED:
                     continue
                 order = state.uses.next(key)
                 if not state.begin_prefetch(entry.pid, () if order is None else order):

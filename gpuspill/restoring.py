@@ -82,7 +82,7 @@ class Restorer:
 
     def ready(self, entry: Entry) -> bool:
         """Whether the value of an entry can be handed out at once."""
-        return entry.residency.resident and self._metadata.slots.ready(entry.pid)
+        return entry.resident and self._metadata.slots.ready(entry.pid)
 
     def hit(self, entry: Entry) -> Any:
         """Return the value of an entry that is ready, as a use."""
@@ -257,7 +257,7 @@ class Restorer:
         for key in keys:
             with self._metadata:
                 entry = self._metadata.state.ledger.keys.get(key)
-                gone = entry is None or entry.residency.state is not State.SPILLED or self._metadata.closed
+                gone = entry is None or entry.state is not State.SPILLED or self._metadata.closed
                 if entry is None or gone or self._metadata.slots[entry.pid].ghost is None:
                     continue
                 self._begin(key, entry.pid, None)
@@ -315,7 +315,7 @@ class Restorer:
                 slot = self._metadata.slots[pid]
                 if slot.lost is not None:
                     raise lost_error(key, slot.lost)
-                if entry.residency.resident:
+                if entry.resident:
                     return slot.value
                 receipt = slot.receipt
             assert receipt is not None
@@ -324,9 +324,9 @@ class Restorer:
                 return Encoded(header, frames, entry.nbytes)
             except DataLostError as error:
                 with self._metadata:
-                    if entry.residency.resident or slot.receipt is not receipt:
+                    if entry.resident or slot.receipt is not receipt:
                         continue  # it was brought back meanwhile, and its record given up
-                    if entry.residency.moving or self._metadata.closed:
+                    if entry.moving or self._metadata.closed:
                         # Whoever restores it finds out, and says so to all.
                         raise lost_error(key, error.message) from error
                     future, _ = self._begin(key, pid, None)

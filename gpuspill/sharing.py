@@ -47,14 +47,14 @@ class Sharing:
         """Charge by itself what a value keeps alive that is in memory without parts; nothing if it is not there."""
         state = self._metadata.state
         entry = state.ledger.entries.get(pid)
-        if shared is not None and entry is not None and entry.residency.resident:
+        if shared is not None and entry is not None and entry.resident:
             own = max(VIEW_NBYTES, entry.nbytes - shared.covered)
             state.divide(pid, own, self.parts(self._metadata.slots[pid].key, shared))
 
     def take_up(self, pid: int, value: object, shared: SharedMemory | None = None) -> None:
         """Note that a value that was evicted while somebody held it is here again: nothing has to be read."""
         state = self._metadata.state
-        if state.ledger.entries[pid].residency.state is State.SPILLED:
+        if state.ledger.entries[pid].state is State.SPILLED:
             state.begin_restore(pid)
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
@@ -67,7 +67,7 @@ class Sharing:
         pid = slots.find(owner)
         if pid is not None:
             self.take_up(pid, owner)
-            if state.ledger.entries[pid].residency.resident:
+            if state.ledger.entries[pid].resident:
                 return pid
         pid = state.insert_part(nbytes)
         slots[pid] = Slot(key, owner, nbytes)

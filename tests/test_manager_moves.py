@@ -205,7 +205,7 @@ def test_anything_between_any_two_steps_of_anything(first, start):
 
             def act(second=second, kit=kit, happened=happened):
                 entry = kit.manager._ledger.keys.get("a")
-                moving = entry is not None and entry.residency.state is State.RESTORING
+                moving = entry is not None and entry.state is State.RESTORING
                 if second in BLOCKING and moving:
                     happened.append("not this one")
                     return

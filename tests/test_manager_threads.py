@@ -67,7 +67,7 @@ class Kit:
         return self.pool.submit(function, *arguments)
 
     def state(self, key: str) -> State:
-        return self.manager._ledger.keys[key].residency.state
+        return self.manager._ledger.keys[key].state
 
     def _observe(self, label: str, value: float, unit: str) -> None:
         if (label, unit) == ("disk-write", "count"):

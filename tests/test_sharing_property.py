@@ -170,9 +170,7 @@ class Host(RuleBasedStateMachine):
         kit.manager.validate()
         entries = kit.manager._ledger.entries
         values = {
-            pid: kit.manager._metadata.slots[pid].value
-            for pid in entries
-            if entries[pid].keys or entries[pid].residency.pins
+            pid: kit.manager._metadata.slots[pid].value for pid in entries if entries[pid].keys or entries[pid].pins
         }
         total, bases = 0, {}
         for value in values.values():

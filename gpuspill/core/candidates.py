@@ -93,7 +93,7 @@ class Candidates:
         if order is not None:
             entry.had_use = True
         spent = entry.had_use
-        self.queue.add(pid, order, spent=spent, clean=spent and entry.residency.has(Tier.DISK))
+        self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK))
 
     def unlist(self, pid: int) -> None:
         """It is no candidate any more."""
@@ -189,13 +189,13 @@ class Candidates:
 
     def validate(self) -> None:
         """Raise AssertionError unless every candidate is in one place, the right one. O(n)."""
-        clean = {pid for pid, e in self._entries.items() if e.residency.resident and e.residency.has(Tier.DISK)}
+        clean = {pid for pid, e in self._entries.items() if e.resident and e.has(Tier.DISK)}
         self.queue.validate(clean)
         for pid, entry in self._entries.items():
             listed = [pid in self.queue, pid in self._held, pid in self._blocked]
             assert sum(listed) == int(entry.evictable), (entry, listed)
             assert pid not in self.queue or not entry.refused, entry
-            assert not entry.refused or not entry.residency.has(Tier.DISK), entry
+            assert not entry.refused or not entry.has(Tier.DISK), entry
             if pid in self.queue and entry.keys:
                 assert self.queue.next_use(pid) == self._next_use(entry), entry
         for listing in (self._held, self._blocked):

@@ -67,15 +67,14 @@ class Charges:
 
     def resize(self, entry: Entry, nbytes: int) -> None:
         """It takes `nbytes` in memory, or will when it is back."""
-        residency = entry.residency
         more = nbytes - entry.nbytes
         if entry.charged:
             self.memory.used += more
-            if residency.pins:
+            if entry.pins:
                 self.pinned_nbytes += more
-        elif residency.has(Tier.DISK):
+        elif entry.has(Tier.DISK):
             self.spilled_nbytes += more
-        if residency.target == Tier.DISK:
+        if entry.target == Tier.DISK:
             self.memory.leaving += more
             entry.leaving += more
         entry.nbytes = nbytes
@@ -118,19 +117,18 @@ class Charges:
 
     def forget(self, entry: Entry) -> None:
         """It is not known any more."""
-        residency = entry.residency
         self.unspillable -= entry.unspillable
-        if residency.resident:
+        if entry.resident:
             self.memory.used -= entry.nbytes
             return
         self.away -= 1
-        if residency.has(Tier.DISK):
+        if entry.has(Tier.DISK):
             self._count_spilled(entry, -1)
 
     def _charge_restore(self, entry: Entry, sign: int) -> None:
         self._count_spilled(entry, -sign)
         self.memory.used += sign * entry.nbytes
-        if entry.residency.pins:
+        if entry.pins:
             self.pinned_nbytes += sign * entry.nbytes
 
     def _count_spilled(self, entry: Entry, sign: int) -> None:
@@ -142,15 +140,14 @@ class Charges:
         self.memory.validate()
         pinned = unspillable = spilled = spilled_nbytes = away = spilling = leaving = 0
         for entry in entries:
-            residency = entry.residency
-            if residency.pins and entry.charged:
+            if entry.pins and entry.charged:
                 pinned += entry.nbytes
             unspillable += entry.unspillable
-            if residency.state is State.SPILLED:
+            if entry.state is State.SPILLED:
                 spilled += 1
                 spilled_nbytes += entry.nbytes
-            away += not residency.resident
-            spilling += residency.target == Tier.DISK
+            away += not entry.resident
+            spilling += entry.target == Tier.DISK
             leaving += entry.leaving
         assert leaving == self.memory.leaving, (leaving, self.memory.leaving)
         assert spilling == self.spilling

@@ -17,8 +17,10 @@ __all__ = ["Entry", "Ledger"]
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """One proxy.
+class Entry(Residency):
+    """One proxy: where its value is, and what is known of it.
+
+    One object, not two: there is one for each value, and the garbage collector visits all of them.
 
     Attributes
     ----------
@@ -58,7 +60,6 @@ class Entry:
 
     pid: int
     nbytes: int
-    residency: Residency = field(default_factory=Residency)
     disk_nbytes: int = 0
     keys: dict[Hashable, None] = field(default_factory=dict)
     unspillable: bool = False
@@ -76,27 +77,24 @@ class Entry:
     @property
     def needed(self) -> bool:
         """Whether a key, a pin, a move or another value needs it."""
-        residency = self.residency
-        return bool(self.keys or residency.pins or residency.target is not None or self.owners or self.loose)
+        return bool(self.keys or self.pins or self.target is not None or self.owners or self.loose)
 
     @property
     def evictable(self) -> bool:
         """Whether eviction may consider it, now or later."""
-        residency = self.residency
         return (
-            residency.resident
-            and not residency.pins
-            and residency.target is None
+            self.resident
+            and not self.pins
+            and self.target is None
             and not self.owners
             and not self.loose
-            and (not self.unspillable or residency.has(Tier.DISK))
+            and (not self.unspillable or self.has(Tier.DISK))
         )
 
     @property
     def charged(self) -> bool:
         """Whether its bytes count as used: it is in memory or on its way there."""
-        residency = self.residency
-        return residency.resident or residency.target == residency.origin
+        return self.resident or self.target == self.origin
 
 
 class Ledger:
@@ -157,10 +155,9 @@ class Ledger:
             assert entry.pid == pid
             for key in entry.keys:
                 assert self.keys[key] is entry, (key, entry)
-            residency = entry.residency
             if entry.charged:
                 total += entry.nbytes
-            if residency.has(Tier.DISK) or residency.target == Tier.DISK:
+            if entry.has(Tier.DISK) or entry.target == Tier.DISK:
                 disk_total += entry.disk_nbytes
             else:
                 assert entry.disk_nbytes == 0, entry

@@ -71,7 +71,7 @@ class Lifetimes:
         """
         self._read_ahead.evicted(entry.pid)
         self._candidates.unlist(entry.pid)
-        entry.residency.drop(Tier.HOST)
+        entry.drop(Tier.HOST)
         self._records.need(entry)
         self._effects.dropped.append(entry.pid)
         if clean:
@@ -88,11 +88,11 @@ class Lifetimes:
             self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
-        pid, residency = entry.pid, entry.residency
+        pid = entry.pid
         self._candidates.unlist(pid)
-        if residency.resident:
+        if entry.resident:
             self._effects.dropped.append(pid)
-        if residency.has(Tier.DISK):
+        if entry.has(Tier.DISK):
             self._records.forget(entry)
         self._charges.forget(entry)
         if entry.parts:
@@ -150,7 +150,7 @@ class Lifetimes:
 
     def _alone_nbytes(self, pid: int) -> int:
         part = self._ledger.entries[pid]
-        return 0 if part.owners > 1 or part.keys or part.residency.pins or part.residency.moving else part.nbytes
+        return 0 if part.owners > 1 or part.keys or part.pins or part.moving else part.nbytes
 
     def validate(self) -> None:
         """Raise AssertionError unless all that is known is needed, and owners and parts agree. O(n)."""
@@ -158,9 +158,9 @@ class Lifetimes:
         owners: dict[int, int] = {}
         for entry in entries.values():
             assert entry.needed, f"unused proxy {entry}"
-            assert not entry.parts or entry.residency.resident, f"{entry} keeps memory alive and is not there"
+            assert not entry.parts or entry.resident, f"{entry} keeps memory alive and is not there"
             for pid in entry.parts:
                 owners[pid] = owners.get(pid, 0) + 1
-                assert entries[pid].residency.resident, f"{entry} has a part that is not there"
+                assert entries[pid].resident, f"{entry} has a part that is not there"
         assert owners == {entry.pid: entry.owners for entry in entries.values() if entry.owners}
         assert self.loose == sum(entry.loose for entry in entries.values())

@@ -102,7 +102,7 @@ class Records:
 
     def enter(self, entry: Entry, nbytes: int) -> None:
         """A new value is on disk, in a record of `nbytes`."""
-        entry.residency.settle_below(Tier.DISK)
+        entry.settle_below(Tier.DISK)
         self._charge(entry, nbytes)
 
     def written(self, entry: Entry, nbytes: int) -> None:
@@ -128,14 +128,14 @@ class Records:
 
     def give_up(self, entry: Entry) -> None:
         """Delete a redundant record."""
-        entry.residency.drop(Tier.DISK)
+        entry.drop(Tier.DISK)
         self.need(entry)
         self._delete(entry)
         self._candidates.dirtied(entry)
 
     def lose(self, entry: Entry) -> None:
         """The record turned out to be gone or damaged. What is left of it is to be deleted."""
-        entry.residency.lose(Tier.DISK)
+        entry.lose(Tier.DISK)
         self._delete(entry)
 
     def forget(self, entry: Entry) -> None:
@@ -157,8 +157,7 @@ class Records:
         """Raise AssertionError unless just those records are redundant whose values are in memory. O(n)."""
         self.disk.validate()
         for pid, entry in self._entries.items():
-            residency = entry.residency
-            assert (pid in self._redundant) == (residency.resident and residency.has(Tier.DISK)), entry
+            assert (pid in self._redundant) == (entry.resident and entry.has(Tier.DISK)), entry
         assert self._redundant.keys() <= self._entries.keys()
         redundant = sum(self._entries[pid].disk_nbytes for pid in self._redundant)
         assert redundant == self._redundant_nbytes, (redundant, self._redundant_nbytes)

@@ -42,7 +42,7 @@ class State(enum.Enum):
 _BIT = {tier: 1 << tier for tier in Tier}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Residency:
     """The copies, the move and the pins of one proxy.
 

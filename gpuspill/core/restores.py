@@ -61,7 +61,7 @@ class Restores:
         With a reservation the bytes come out of that promise.
         """
         entry = self._entries[pid]
-        entry.residency.begin(Tier.DISK, Tier.HOST)
+        entry.begin(Tier.DISK, Tier.HOST)
         self._read_ahead.missed()
         self._charges.begin_restore(entry)
         if reservation is not None:
@@ -76,7 +76,7 @@ class Restores:
         the limit that depends on how that went before.
         """
         entry = self._entries[pid]
-        if entry.residency.state is not State.SPILLED:
+        if entry.state is not State.SPILLED:
             return False
         memory = self._memory
         if not self._read_ahead.allows(entry.nbytes, None if memory.limit is None else memory.limit - memory.offset):
@@ -84,7 +84,7 @@ class Restores:
         room = self._room.make_ahead(entry.nbytes, order)
         if room:
             self._read_ahead.begin(pid, entry.nbytes)
-            entry.residency.begin(Tier.DISK, Tier.HOST)
+            entry.begin(Tier.DISK, Tier.HOST)
             self._charges.begin_restore(entry)
             self._counters.prefetches += 1
         self._room.grant_waiting()
@@ -93,7 +93,7 @@ class Restores:
     def complete(self, pid: int) -> None:
         """The value is in memory again, read and verified."""
         entry = self._entry(pid)
-        entry.residency.complete()
+        entry.complete()
         renewed, entry.renewed = entry.renewed, False
         self._charges.complete_restore()
         self._counters.restores += 1
@@ -120,7 +120,7 @@ class Restores:
             The record itself is gone or damaged; there is no copy left. Otherwise reading may be tried again.
         """
         entry = self._entry(pid)
-        entry.residency.fail()
+        entry.fail()
         entry.renewed = False
         self._read_ahead.gone(pid)
         self._charges.fail_restore(entry)
@@ -134,6 +134,6 @@ class Restores:
 
     def _entry(self, pid: int) -> Entry:
         entry = self._entries[pid]
-        if entry.residency.target != Tier.HOST:
+        if entry.target != Tier.HOST:
             raise InvalidTransition(f"proxy {pid} is not being restored")
         return entry

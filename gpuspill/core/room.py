@@ -64,7 +64,7 @@ class Room:
         if memory.limit is not None:
             while memory.excess() + extra > 0:
                 entry = self._candidates.next()
-                if entry is None or not entry.residency.has(Tier.DISK):
+                if entry is None or not entry.has(Tier.DISK):
                     break
                 self._lifetimes.drop(entry)
         if memory.tasks or memory.transfers:
@@ -82,7 +82,7 @@ class Room:
             if victim is None:
                 return False
             use = self._candidates.queue.next_use(victim.pid)
-            if not victim.residency.has(Tier.DISK) or (use is not None and use <= order):
+            if not victim.has(Tier.DISK) or (use is not None and use <= order):
                 return False
             self._lifetimes.drop(victim)
         return True

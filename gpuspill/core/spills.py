@@ -74,12 +74,12 @@ class Spills:
             entry = self._candidates.next()
             if entry is None:
                 break
-            if entry.residency.has(Tier.DISK):
+            if entry.has(Tier.DISK):
                 self._lifetimes.drop(entry)
                 force = False
                 continue
             self._candidates.unlist(entry.pid)
-            entry.residency.begin(Tier.HOST, Tier.DISK)
+            entry.begin(Tier.HOST, Tier.DISK)
             self._charges.begin_spill(entry, self._lifetimes.leaving_nbytes(entry))
             return entry.pid
         self._room.grant_waiting()
@@ -110,7 +110,7 @@ class Spills:
         records.written(entry, disk_nbytes)
         wanted = force or self._memory.over()  # before its bytes stop counting as leaving
         self._charges.end_spill(entry)
-        entry.residency.complete()
+        entry.complete()
         self._counters.spills += 1
         self._counters.spilled_nbytes += entry.nbytes
         refusals, entry.refusals = entry.refusals, 0
@@ -149,7 +149,7 @@ class Spills:
         entry = self._entry(pid)
         self._records.unwritten(entry)
         self._charges.end_spill(entry)
-        entry.residency.fail()
+        entry.fail()
         entry.renewed = False
         self._counters.spill_failures += 1
         if forever:
@@ -163,6 +163,6 @@ class Spills:
 
     def _entry(self, pid: int) -> Entry:
         entry = self._entries[pid]
-        if entry.residency.target != Tier.DISK:
+        if entry.target != Tier.DISK:
             raise InvalidTransition(f"proxy {pid} is not being spilled")
         return entry

@@ -190,9 +190,9 @@ class SpillState:
         It must be in memory, or on its way there from the very object that was stored.
         """
         entry = self.ledger.entries[pid]
-        if entry.residency.moving:
+        if entry.moving:
             entry.renewed = True  # when it has ended
-        elif entry.residency.resident and entry.residency.has(Tier.DISK):
+        elif entry.resident and entry.has(Tier.DISK):
             self._records.give_up(entry)
             self.candidates.classify(entry)
             self._room.balance()
@@ -224,7 +224,7 @@ class SpillState:
         self.charges.resize(entry, nbytes)
         self._lifetimes.take_parts(entry, parts, apart_nbytes)
         for part in parts:
-            for _ in range(entry.residency.pins):
+            for _ in range(entry.pins):
                 self.pin(part)
         self._room.balance()
 
@@ -261,10 +261,9 @@ class SpillState:
         entry = self.ledger.entries[pid]
         for part in entry.parts:
             self.pin(part)
-        residency = entry.residency
-        residency.pin()
+        entry.pin()
         self.read_ahead.used(pid)
-        if residency.pins == 1:
+        if entry.pins == 1:
             self.charges.pin(entry)
             self.candidates.unlist(pid)
             if self.memory.tasks or self.memory.transfers:
@@ -273,11 +272,10 @@ class SpillState:
     def unpin(self, pid: int) -> None:
         """Undo one pin."""
         entry = self.ledger.entries[pid]
-        residency = entry.residency
-        residency.unpin()
+        entry.unpin()
         for part in entry.parts:
             self.unpin(part)
-        if not residency.pins:
+        if not entry.pins:
             self.charges.unpin(entry)
             self._lifetimes.release(entry)
             self._room.balance()

@@ -65,7 +65,7 @@ class Bench:
 
     def state(self, key: Hashable) -> State:
         """Return the state of what a key holds, by the contract's names."""
-        return self.manager._ledger.keys[key].residency.state
+        return self.manager._ledger.keys[key].state
 
     def records(self) -> int:
         """Return how many records there are, once the reaper has done its work."""

@@ -285,8 +285,8 @@ class Model:
         assert ledger.entries.keys() == self.values.keys()
         for pid, value in self.values.items():
             entry = ledger.entries[pid]
-            assert entry.residency.state is value.state, (entry, value)
-            assert entry.residency.pins == value.pins, (entry, value)
+            assert entry.state is value.state, (entry, value)
+            assert entry.pins == value.pins, (entry, value)
             assert (entry.nbytes, entry.disk_nbytes) == (value.nbytes, value.record), (entry, value)
             assert entry.unspillable == value.unspillable, (entry, value)
             assert set(entry.keys) == set(self.keys_of(pid)), (entry, value)

@@ -45,9 +45,9 @@ class Disk(Books):
     def clean(self, key: str, nbytes: int) -> Entry:
         """A value with a redundant record of `nbytes`."""
         entry = self.value(key)
-        entry.residency.begin(Tier.HOST, Tier.DISK)
+        entry.begin(Tier.HOST, Tier.DISK)
         assert self.records.reserve(entry, nbytes)
-        entry.residency.complete()
+        entry.complete()
         self.records.keep(entry)
         return entry
 
@@ -94,7 +94,7 @@ class TestCandidates:
     def test_an_index_that_lies_is_noticed(self):
         books = Books()
         entry = books.value("a")
-        entry.residency.pin()  # and nobody was told
+        entry.pin()  # and nobody was told
         with pytest.raises(AssertionError):
             books.candidates.validate()
 
@@ -144,7 +144,6 @@ class TestRecords:
 def test_the_charges_of_a_value_on_its_way_down_and_back():
     charges = Charges(Budget(None))
     entry = Ledger().create(10)
-    residency = entry.residency
 
     def sums() -> tuple[int, ...]:
         charges.validate([entry])
@@ -152,23 +151,23 @@ def test_the_charges_of_a_value_on_its_way_down_and_back():
 
     charges.enter(entry)
     assert sums() == (10, 0, 0, 0, 0)
-    residency.begin(Tier.HOST, Tier.DISK)
+    entry.begin(Tier.HOST, Tier.DISK)
     charges.begin_spill(entry, 10)
     assert sums() == (10, 10, 1, 0, 0)
     charges.resize(entry, 15)
     assert sums() == (15, 15, 1, 0, 0)
-    residency.complete()
+    entry.complete()
     charges.end_spill(entry)
-    residency.drop(Tier.HOST)
+    entry.drop(Tier.HOST)
     charges.drop(entry)
     assert sums() == (0, 0, 0, 15, 1)
-    residency.begin(Tier.DISK, Tier.HOST)
+    entry.begin(Tier.DISK, Tier.HOST)
     charges.begin_restore(entry)
     assert sums() == (15, 0, 0, 0, 1)
-    residency.fail()
+    entry.fail()
     charges.fail_restore(entry)
     assert sums() == (0, 0, 0, 15, 1)
-    residency.lose(Tier.DISK)
+    entry.lose(Tier.DISK)
     charges.lose(entry)
     assert sums() == (0, 0, 0, 0, 1)
 

@@ -131,7 +131,7 @@ def test_values_with_a_copy_below_go_first_once_they_are_used_up():
         state.expect_use(key, "task", (1.0,))
         state.drop_use(key, "task")
     state.insert("d", 10)
-    assert [key for key in "abcd" if not state.find(key).residency.resident] == ["a"]
+    assert [key for key in "abcd" if not state.find(key).resident] == ["a"]
     state.expect_use("d", "another", (1.0,))
     assert state.next_spill(force=True) == state.find("b").pid, "used up before c, and before d is used"
     state.validate()
@@ -158,11 +158,11 @@ def run_state(accesses: list[int], blocks: int, capacity: int, *, known: bool) -
         for time, block in enumerate(accesses):
             state.expect_use(block, time, (float(time),))
     spill(state)
-    at_first = {block for block in range(blocks) if state.find(block).residency.resident}
+    at_first = {block for block in range(blocks) if state.find(block).resident}
     misses = 0
     for time, block in enumerate(accesses):
         pid = pids[block]
-        if not state.find(block).residency.resident:
+        if not state.find(block).resident:
             misses += 1
             state.begin_restore(pid)
             spill(state)
@@ -320,7 +320,7 @@ def test_no_event_costs_more_with_more_values(states):
             pid = entry.pid
             state.pin(pid)
             state.expect_use(key, 1, (float(key % 7),))
-            if not entry.residency.resident:
+            if not entry.resident:
                 reservation = state.reserve(NBYTES, 0)
                 state.begin_restore(pid, reservation)
                 state.complete_restore(pid)

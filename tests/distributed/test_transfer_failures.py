@@ -73,12 +73,12 @@ async def test_giving_up_while_it_is_read(form):
             packing = asyncio.create_task(pack(a, attached(a), [x.key], form, no_type, None, borrow=True))
             await arrived(gate)
             assert attached(a).window.used > 0
-            assert a.data.manager._metadata.state.ledger.keys[x.key].residency.pins == 1
+            assert a.data.manager._metadata.state.ledger.keys[x.key].pins == 1
             packing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await packing
             assert attached(a).window.used == 0
-            assert a.data.manager._metadata.state.ledger.keys[x.key].residency.pins == 0
+            assert a.data.manager._metadata.state.ledger.keys[x.key].pins == 0
         await quiet(a)
         assert (await x).data[0] == 1
 
