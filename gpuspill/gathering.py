@@ -205,8 +205,8 @@ class Gatherer:
             try:
                 entry = self._metadata.entry(key, pid)
                 slot = self._metadata.slots[pid]
-                if slot.lost is not None:
-                    raise lost_error(key, slot.lost)
+                if slot.loss is not None:
+                    raise lost_error(key, slot.loss)
                 if entry.resident:
                     future.set_result(slot.value)
                     return future

@@ -8,7 +8,6 @@ from functools import partial
 from gpuspill.core.sizes import SizeModel
 from gpuspill.metadata import Metadata
 from gpuspill.sharing import VIEW_NBYTES, Sharing
-from gpuspill.slots import Slot
 from gpuspill.storage.base import Receipt
 
 __all__ = ["Intake"]
@@ -71,7 +70,7 @@ class Intake:
                 state.settle(admission.reservation, admission.outputs.pop(key))
             pid = slots.find(value)
             if pid is not None:
-                slots[pid].refusals = 0  # the caller has it in hand: patience with it begins anew
+                slots[pid].found_held = 0  # the caller has it in hand: patience with it begins anew
                 state.alias(key, pid)
                 sharing.take_up(pid, value, shared)
                 if touched:
@@ -86,8 +85,7 @@ class Intake:
                     pid = state.insert(
                         key, own, spillable=spillable, parts=sharing.parts(key, shared), apart_nbytes=size
                     )
-                slots[pid] = Slot(key, value, nbytes)
-                slots.by_id[id(value)] = pid
+                slots.enter(state.ledger.entries[pid], key, value, nbytes)
 
     def adopt(self, key: Hashable, nbytes: int, receipt: Receipt) -> None:
         """Put a value that is on disk already under `key`, replacing what the key held.
@@ -105,4 +103,5 @@ class Intake:
             if self._metadata.nested:
                 self._metadata.defer(partial(self.adopt, key, nbytes, receipt))
                 return
-            self._metadata.slots.enter_below(state.insert_below(key, nbytes, receipt.nbytes), key, nbytes, receipt)
+            pid = state.insert_below(key, nbytes, receipt.nbytes)
+            self._metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)

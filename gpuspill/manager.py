@@ -430,6 +430,11 @@ class ProxifyManager:
         """Bytes of values in memory, without the offset and without what is spilled."""
         return self._metadata.state.memory.used
 
+    def accounted_total(self) -> int:
+        """Bytes of values in memory, and of those that were promised room there."""
+        memory = self._metadata.state.memory
+        return memory.used + memory.reserved
+
     @property
     def spilled_total(self) -> tuple[int, int]:
         """In-memory size of the values that are on disk only, and bytes of all records."""

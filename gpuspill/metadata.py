@@ -27,7 +27,7 @@ from gpuspill.core.ledger import Entry
 from gpuspill.core.residency import Tier
 from gpuspill.core.state import SpillState
 from gpuspill.serialization import Encoded
-from gpuspill.slots import Custody, Slots
+from gpuspill.slots import Custody, Slot, Slots
 from gpuspill.storage.base import Receipt, Store
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ class Metadata:
         self.clock = clock
         self.slots = Slots(custody)
         self.promptly = custody is not None
-        self.state = SpillState(limit=limit, disk_limit=disk_limit, held=self.slots.held, keep_clean=keep_clean)
+        self.state = SpillState(
+            limit=limit, disk_limit=disk_limit, held=self.slots.held, keep_clean=keep_clean, make_entry=Slot
+        )
         self.admissions: dict[Reservation, Admission] = {}
         self.promises: dict[Hashable, Admission] = {}
         self.totals: defaultdict[str, float] = defaultdict(float)
@@ -132,16 +134,16 @@ class Metadata:
             entries = state.ledger.entries
             assert slots.keys() == entries.keys()
             for pid, slot in slots.items():
-                entry = entries[pid]
-                if entry.resident:
+                assert entries[pid] is slot, slot.key
+                if slot.resident:
                     listed = slots.by_id.get(id(slot.value))
                     assert listed is None or slots[listed].value is slot.value, slot.key
                 else:
                     assert slot.value is None, slot.key
-                assert (slot.receipt is not None) == entry.has(Tier.DISK), slot.key
+                assert (slot.receipt is not None) == slot.has(Tier.DISK), slot.key
                 decoding = slot.restoring is not None and isinstance(slot.value, Encoded)
-                assert decoding or (slot.restoring is not None) == (entry.target == Tier.HOST), slot.key
-                assert entry.lost == (slot.lost is not None), slot.key
+                assert decoding or (slot.restoring is not None) == (slot.target == Tier.HOST), slot.key
+                assert slot.lost == (slot.loss is not None), slot.key
             assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
 
     def __enter__(self) -> SpillState:

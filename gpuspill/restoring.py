@@ -97,8 +97,8 @@ class Restorer:
         Decoding a value that came as bytes is a restore from memory: the proxy is pinned instead of moving.
         """
         slot = self._metadata.slots[pid]
-        if slot.lost is not None:
-            raise lost_error(key, slot.lost)
+        if slot.loss is not None:
+            raise lost_error(key, slot.loss)
         if slot.restoring is not None:
             return slot.restoring, False
         state = self._metadata.state
@@ -187,8 +187,8 @@ class Restorer:
         bring back (so may a deserialiser). It cannot wait for whoever restores the value: that waits for this thread.
         """
         slot = self._metadata.slots[pid]
-        if slot.lost is not None:
-            raise lost_error(key, slot.lost)
+        if slot.loss is not None:
+            raise lost_error(key, slot.loss)
         if isinstance(slot.value, Encoded):
             # As they are: the value may not share its memory with the one that others will be given.
             frames = [memoryview(bytearray(frame)) for frame in slot.value.frames]
@@ -313,8 +313,8 @@ class Restorer:
             with self._metadata:
                 entry = self._metadata.entry(key, pid)
                 slot = self._metadata.slots[pid]
-                if slot.lost is not None:
-                    raise lost_error(key, slot.lost)
+                if slot.loss is not None:
+                    raise lost_error(key, slot.loss)
                 if entry.resident:
                     return slot.value
                 receipt = slot.receipt
@@ -379,7 +379,7 @@ class Restorer:
             future, slot.restoring, slot.reader = slot.restoring, None, None
             assert future is not None
             if lost:
-                slot.lost = str(error)
+                slot.loss = str(error)
             state.fail_restore(pid, lost=lost)
         if lost:
             logger.error("%s", lost_error(slot.key, str(error)))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from gpuspill.core.residency import State
 from gpuspill.device.shared_memory import SharedMemory
 from gpuspill.metadata import Metadata
-from gpuspill.slots import Slot
 
 __all__ = ["VIEW_NBYTES", "Sharing"]
 
@@ -70,6 +69,5 @@ class Sharing:
             if state.ledger.entries[pid].resident:
                 return pid
         pid = state.insert_part(nbytes)
-        slots[pid] = Slot(key, owner, nbytes)
-        slots.by_id[id(owner)] = pid
+        slots.enter(state.ledger.entries[pid], key, owner, nbytes)
         return pid

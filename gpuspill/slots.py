@@ -42,8 +42,8 @@ class Custody(Protocol):
         ...
 
 
-class Slot:
-    """One value, wherever it is.
+class Slot(Entry):
+    """One value, wherever it is: what the core keeps of it, and what the manager does.
 
     Attributes
     ----------
@@ -64,38 +64,39 @@ class Slot:
         Identifier of the thread that does it, once one does.
     ghost, ghost_id
         Gives a value that was evicted while somebody held it, as long as it is alive, and its identity.
-    refusals
+    found_held
         How often it was found held when it should have been evicted.
-    lost
+    loss
         Why it is lost, if it is.
     """
 
     __slots__ = (
+        "found_held",
         "ghost",
         "ghost_id",
         "key",
         "kind",
-        "lost",
+        "loss",
         "reader",
         "receipt",
-        "refusals",
         "restoring",
         "sizeof",
         "value",
     )
 
-    def __init__(self, key: Hashable, value: object, sizeof: int) -> None:
-        self.key = key
-        self.value = value
-        self.kind: type = type(value)
-        self.sizeof = sizeof
+    def __init__(self, pid: int, nbytes: int) -> None:
+        super().__init__(pid, nbytes)
+        self.key: Hashable = None
+        self.value: Any = None
+        self.kind: type = object
+        self.sizeof = 0
         self.receipt: Receipt | None = None
         self.restoring: Future[Any] | None = None
         self.reader: int | None = None
         self.ghost: Callable[[], Any] | None = None
         self.ghost_id = 0
-        self.refusals = 0
-        self.lost: str | None = None
+        self.found_held = 0
+        self.loss: str | None = None
 
 
 class Slots(dict[int, Slot]):
@@ -113,13 +114,23 @@ class Slots(dict[int, Slot]):
         self.by_id: dict[int, int] = {}
         self._ghosts: dict[int, int] = {}
         # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
-        slot = Slot(None, object(), 0)
+        slot = Slot(0, 0)
+        slot.value = object()
         self._unheld = getrefcount(slot.value)
 
-    def enter_below(self, pid: int, key: Hashable, nbytes: int, receipt: Receipt) -> None:
-        """Make the slot of a value of `nbytes` bytes that is on disk already."""
-        slot = self[pid] = Slot(key, None, nbytes)
-        slot.kind, slot.receipt = object, receipt
+    def enter(self, entry: Entry, key: Hashable, value: object, nbytes: int) -> None:
+        """Put a new value of `nbytes` bytes, as the caller gave it, in its slot, which the core has made."""
+        assert type(entry) is Slot
+        pid = entry.pid
+        self[pid] = entry
+        entry.key, entry.value, entry.kind, entry.sizeof = key, value, type(value), nbytes
+        self.by_id[id(value)] = pid
+
+    def enter_below(self, entry: Entry, key: Hashable, nbytes: int, receipt: Receipt) -> None:
+        """The same for a value of `nbytes` bytes that is on disk already."""
+        assert type(entry) is Slot
+        self[entry.pid] = entry
+        entry.key, entry.sizeof, entry.receipt = key, nbytes, receipt
 
     def ready(self, pid: int) -> bool:
         """Whether the value, given that it is in memory, can be handed out at once."""
@@ -155,7 +166,7 @@ class Slots(dict[int, Slot]):
         self._unlist(pid, slot.value)
         self._drop_ghost(pid)
         slot.kind = type(value)
-        slot.value, slot.restoring, slot.refusals = value, None, 0
+        slot.value, slot.restoring, slot.found_held = value, None, 0
         self.by_id[id(value)] = pid
 
     def detach(self, pid: int, entry: Entry | None) -> object:
@@ -164,7 +175,7 @@ class Slots(dict[int, Slot]):
         if self._custody is not None:
             slot.ghost = self._custody.leave(slot.value)
         # Not of bytes: a reader would be given them in the place of the value.
-        kept = self._custody is None and slot.refusals and entry is not None and type(slot.value) is not Encoded
+        kept = self._custody is None and slot.found_held and entry is not None and type(slot.value) is not Encoded
         if kept and _weakly_referable(slot.value):
             slot.ghost, slot.ghost_id = weakref.ref(slot.value), id(slot.value)
             self._ghosts[slot.ghost_id] = pid
@@ -190,8 +201,8 @@ class Slots(dict[int, Slot]):
             return self._custody.held(slot.value)
         if slot is None or getrefcount(slot.value) <= self._unheld:
             return False
-        slot.refusals += 1
-        return slot.refusals <= _PATIENCE or not _weakly_referable(slot.value)
+        slot.found_held += 1
+        return slot.found_held <= _PATIENCE or not _weakly_referable(slot.value)
 
 
 def _weakly_referable(value: object) -> bool:

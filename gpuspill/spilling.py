@@ -220,7 +220,7 @@ class Spiller:
                 pid = state.settle_below(reservation, key, nbytes, receipt.nbytes)
                 if pid is None:
                     raise _over_quota(receipt.nbytes, state.disk.limit, metadata.disk_limit_from)
-                metadata.slots.enter_below(pid, key, nbytes, receipt)
+                metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)
                 written = None  # it has an owner
                 self._count_write(receipt, raw, seconds)
         finally:

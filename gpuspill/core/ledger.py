@@ -8,7 +8,7 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from gpuspill.core.residency import Residency, Tier
@@ -20,7 +20,7 @@ __all__ = ["Entry", "Ledger"]
 class Entry(Residency):
     """One proxy: where its value is, and what is known of it.
 
-    One object, not two: there is one for each value, and the garbage collector visits all of them.
+    One object, and not one for each of these: the garbage collector visits all there are, and there is one a value.
 
     Attributes
     ----------
@@ -98,9 +98,16 @@ class Entry(Residency):
 
 
 class Ledger:
-    """Keys, proxies and totals. Not thread-safe."""
+    """Keys, proxies and totals. Not thread-safe.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    make
+        ``make(pid, nbytes)`` makes an entry; whoever keeps more of each value than the core does can give a subclass.
+    """
+
+    def __init__(self, make: Callable[[int, int], Entry] = Entry) -> None:
+        self._make = make
         self.keys: dict[Hashable, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self._last = 0
@@ -110,7 +117,7 @@ class Ledger:
         if nbytes < 0:
             raise ValueError(f"a size must not be negative, got {nbytes} bytes")
         self._last += 1
-        entry = self.entries[self._last] = Entry(self._last, nbytes)
+        entry = self.entries[self._last] = self._make(self._last, nbytes)
         return entry
 
     def bind(self, key: Hashable, entry: Entry) -> Entry | None:

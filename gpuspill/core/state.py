@@ -61,6 +61,8 @@ class SpillState:
         it would free nothing. Called during decisions; must be fast and must not call back.
     keep_clean
         Keep the record of a restored value, so that evicting it again is not a write.
+    make_entry
+        See :class:`~gpuspill.core.ledger.Ledger`.
 
     Attributes
     ----------
@@ -82,11 +84,12 @@ class SpillState:
         disk_limit: int | None = None,
         held: Callable[[int], bool] = _never,
         keep_clean: bool = True,
+        make_entry: Callable[[int, int], Entry] = Entry,
     ) -> None:
         effects = self._effects = Effects()
         counters = self.counters = Counters()
         memory = self.memory = Budget(limit)
-        ledger = self.ledger = Ledger()
+        ledger = self.ledger = Ledger(make_entry)
         read_ahead = self.read_ahead = ReadAhead()
         charges = self.charges = Charges(memory)
         candidates = self.candidates = Candidates(ledger, held)

@@ -214,10 +214,11 @@ class Attachment:
         self.hints.follow_if_needed()  # if values came although no task ran here
 
     def _accounted(self) -> int:
-        statistics = self.store.statistics()
+        store = self.store
+        store.settle_parked()
         # The simulated device is memory of this process.
-        simulated = statistics.device_nbytes if self.settings.device == "simulated" else 0
-        return statistics.host_nbytes + statistics.reserved_nbytes + simulated + self._for_sending()
+        simulated = store.statistics().device_nbytes if self.settings.device == "simulated" else 0
+        return store.manager.accounted_total() + simulated + self._for_sending()
 
     def _for_sending(self) -> int:
         """Bytes that are being sent, and those that lately were and wait to be used again: nothing is evicted for them.

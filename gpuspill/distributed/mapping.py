@@ -239,9 +239,14 @@ class SpillStore(MutableMapping[Hashable, object]):
         """Give a parked value up, soon. May be called from a finaliser: takes no lock."""
         self._parked.give_up(key)
 
+    def settle_parked(self) -> None:
+        """Delete the parked values that were given up."""
+        if self._parked.given_up:
+            self._parked.settle(self.pop_quietly)
+
     def clear(self) -> None:
         """Delete all keys. Reads nothing."""
-        self._parked.settle(self.pop_quietly)
+        self.settle_parked()
         for key in list(self):
             self.pop_quietly(key)
 
@@ -334,8 +339,7 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def statistics(self) -> Statistics:
         """Return a snapshot of every number. O(1)."""
-        if self._parked.given_up:
-            self._parked.settle(self.pop_quietly)
+        self.settle_parked()
         found = replace(
             self.manager.statistics(),
             estimated_nbytes=self._estimated.total,
