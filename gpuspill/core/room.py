@@ -50,24 +50,27 @@ class Room:
 
     # -- eviction without a write --------------------------------------------------------------------
 
-    def balance(self, extra: int = 0) -> None:
+    def balance(self) -> None:
         """Drop clean values that come first in the order while room is needed, then serve those who wait.
 
         Values that need a write are left to :meth:`Spills.next <gpuspill.core.spills.Spills.next>`.
-
-        Parameters
-        ----------
-        extra
-            Bytes that are needed beyond those of all who wait.
         """
+        self._drop_clean(0)
+        self._serve()
+
+    def _drop_clean(self, extra: int) -> None:
+        """Drop clean values for those who wait, and for `extra` bytes more."""
         memory = self._memory
-        if memory.limit is not None:
-            while memory.excess() + extra > 0:
-                entry = self._candidates.next()
-                if entry is None or not entry.has(Tier.DISK):
-                    break
-                self._lifetimes.drop(entry)
-        if memory.tasks or memory.transfers:
+        if memory.limit is None:
+            return
+        while memory.excess() + extra > 0:
+            entry = self._candidates.next()
+            if entry is None or not entry.has(Tier.DISK):
+                break
+            self._lifetimes.drop(entry)
+
+    def _serve(self) -> None:
+        if self._memory.tasks or self._memory.transfers:
             self.grant_waiting()
 
     def make_ahead(self, nbytes: int, order: Order) -> bool:
@@ -91,8 +94,9 @@ class Room:
 
     def reserve(self, nbytes: int, kind: Kind) -> Reservation:
         """Ask for room. The reservation is granted now, or appears in :attr:`Effects.granted` later."""
-        granted = self.reserve_now(nbytes, kind)
+        granted = self._grant_now(nbytes, kind)
         if granted is not None:
+            self._serve()
             return granted
         reservation = Reservation(kind, max(0, nbytes))
         self._memory.queue(reservation)
@@ -105,11 +109,18 @@ class Room:
 
     def reserve_now(self, nbytes: int, kind: Kind) -> Reservation | None:
         """Ask for room that is there, or where there are clean values. None if it would have to be waited for."""
+        granted = self._grant_now(nbytes, kind)
+        self._serve()
+        return granted
+
+    def _grant_now(self, nbytes: int, kind: Kind) -> Reservation | None:
+        # Who waits is served afterwards: what is dropped here makes room for a task before it does for transfers, which
+        # come behind it in line.
         memory = self._memory
         if memory.tasks or (memory.transfers and kind is not Kind.TASK):
             return None
         if not memory.fits(nbytes):
-            self.balance(nbytes)
+            self._drop_clean(nbytes)
             if not memory.fits(nbytes):
                 return None
         reservation = Reservation(kind, max(0, nbytes))
@@ -120,8 +131,7 @@ class Room:
         """Give back what is left of a reservation, or stop waiting for it. Idempotent."""
         memory = self._memory
         memory.release(reservation)
-        if memory.tasks or memory.transfers:
-            self.grant_waiting()
+        self._serve()
 
     def shrink(self, reservation: Reservation, nbytes: int) -> None:
         """Keep at most `nbytes` of a granted reservation: the rest turned out not to be needed."""

@@ -59,3 +59,23 @@ def test_memory_that_is_written_for_itself_is_not_counted_again_with_a_view():
     state.loosen(state.take_effects().loosened)
     state.validate()
     assert state.memory.used == 0
+
+
+def test_room_that_is_made_for_a_task_is_not_given_to_a_transfer_behind_it():
+    state = SpillState(limit=100)
+    clean = state.insert("clean", 30)
+    assert state.next_spill(force=True) == clean
+    state.complete_spill(clean, 30)
+    dirty = state.insert("dirty", 60)
+    state.touch(clean)
+    transfer = state.reserve(20, Kind.TRANSFER)
+    assert state.next_spill() == dirty
+    assert not transfer.granted
+    task = state.reserve(100, Kind.TASK)  # for which the clean value is dropped, and which has to wait all the same
+    assert not state.find("clean").resident
+    assert not task.granted
+    assert not transfer.granted
+    state.take_effects()
+    state.complete_spill(dirty, 60)
+    assert state.take_effects().granted[0] is task
+    state.validate()
