@@ -119,8 +119,7 @@ class SpillStore(MutableMapping[Hashable, object]):
     # -- mapping -----------------------------------------------------------------------------------
 
     def __setitem__(self, key: Hashable, value: object) -> None:
-        if self._parked.given_up:
-            self._parked.settle(self.pop_quietly)
+        self.settle_parked()
         if type(value) in _SCALARS:
             self._estimated.note(key, None)
             self._external.note(key, None)

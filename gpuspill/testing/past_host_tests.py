@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpuspill.device.base import Device
 from gpuspill.device.past_host import FileDriver, PastHost, Trust
 from gpuspill.storage.base import FrameStream
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.inplace import FileMemory, InPlace
 
-__all__ = ["PastHostTests"]
+__all__ = ["DevicePastHostTests", "PastHostTests"]
 
 _PAGE = 4096
 #: Bytes of one transfer here.
@@ -162,3 +163,23 @@ class PastHostTests:
         assert not past_host.write(allocation, 10**6, lambda: None)
         assert not past_host.worth(2**20)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+class DevicePastHostTests(PastHostTests):
+    """The same for the memory of the device that the fixture `device` returns."""
+
+    @pytest.fixture(autouse=True)
+    def _keep_device(self, device: Device) -> None:
+        self._device = device
+
+    def memory(self, content: np.ndarray[Any, Any]) -> Any:
+        """See the base class."""
+        allocation = self._device.allocate(content.nbytes)
+        self._device.copy_to_device(content, allocation, self._device.stream("to_device")).wait()
+        return allocation
+
+    def content(self, allocation: Any) -> np.ndarray[Any, Any]:
+        """See the base class."""
+        host = np.empty(allocation.nbytes, np.uint8)
+        self._device.copy_to_host(allocation, host, self._device.stream("to_host")).wait()
+        return host

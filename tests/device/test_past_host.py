@@ -8,7 +8,7 @@ import pytest
 from gpuspill.device.past_host import FileDriverError, PastHost, Trust
 from gpuspill.simulated import ManualClock, SimulatedDevice
 from gpuspill.testing.fake_files import FakeFiles
-from gpuspill.testing.past_host_tests import PIECE, PastHostTests
+from gpuspill.testing.past_host_tests import PIECE, DevicePastHostTests
 
 
 @pytest.fixture
@@ -27,21 +27,10 @@ def files(device):
     assert files.under_way == 0
 
 
-class TestFake(PastHostTests):
+class TestFake(DevicePastHostTests):
     @pytest.fixture
-    def driver(self, device, files):
-        self.device = device
+    def driver(self, files):
         return files
-
-    def memory(self, content):
-        allocation = self.device.allocate(content.nbytes)
-        self.device.copy_to_device(content, allocation, self.device.stream("to_device")).wait()
-        return allocation
-
-    def content(self, allocation):
-        host = np.empty(allocation.nbytes, np.uint8)
-        self.device.copy_to_host(allocation, host, self.device.stream("to_host")).wait()
-        return host
 
     # -- what only a fake does when asked to -----------------------------------------------------
 

@@ -14,7 +14,7 @@ from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import PickleSerializer
 from gpuspill.storage.files import FileStore
-from gpuspill.testing.past_host_tests import PastHostTests
+from gpuspill.testing.past_host_tests import DevicePastHostTests
 from gpuspill.tier import DeviceTier
 
 pytestmark = pytest.mark.gpu
@@ -34,21 +34,10 @@ def device():
     device.close()
 
 
-class TestKvikio(PastHostTests):
+class TestKvikio(DevicePastHostTests):
     @pytest.fixture
-    def driver(self, device):
-        self.device = device
+    def driver(self):
         return KvikioFiles()
-
-    def memory(self, content):
-        allocation = self.device.allocate(content.nbytes)
-        self.device.copy_to_device(content, allocation, self.device.stream("to_device")).wait()
-        return allocation
-
-    def content(self, allocation):
-        host = np.empty(allocation.nbytes, np.uint8)
-        self.device.copy_to_host(allocation, host, self.device.stream("to_host")).wait()
-        return host
 
 
 @pytest.mark.parametrize("found", [False, True], ids=["as it is", "GPUDirect Storage"])

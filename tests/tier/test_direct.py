@@ -5,6 +5,8 @@ import os
 import threading
 import time
 import tracemalloc
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -116,12 +118,13 @@ class Rig:
         assert self.device.statistics().violations == 0
 
 
-@pytest.fixture
-def make(tmp_path):
+@contextmanager
+def making(build):
+    """Give a function that builds rigs and uses their devices; bring them to rest, check and close them at the end."""
     rigs = []
 
     def make(**options):
-        rig = Rig(tmp_path, **options)
+        rig = build(**options)
         context = simulated.use(rig.device)
         context.__enter__()
         rigs.append((rig, context))
@@ -134,6 +137,12 @@ def make(tmp_path):
             rig.check()
         rig.close()
         context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def make(tmp_path):
+    with making(partial(Rig, tmp_path)) as make:
+        yield make
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import threading
 import numpy as np
 import pytest
 
-from gpuspill import simulated
 from gpuspill.device.base import DeviceError
 from gpuspill.device.past_host import FileDriverError, PastHost, Trust
 from gpuspill.errors import DataLostError
@@ -19,7 +18,7 @@ from gpuspill.simulated import asarray, asnumpy
 from gpuspill.testing.fake_files import FakeFiles
 from gpuspill.testing.stores import Gate
 from tests.threads import in_thread
-from tests.tier.test_direct import FILLER, HEADER, Rig, straight
+from tests.tier.test_direct import FILLER, HEADER, Rig, making, straight
 
 PAGE = 4096
 #: Not whole pages.
@@ -49,21 +48,13 @@ def way(request):
 def make(way, tmp_path):
     rigs = []
 
-    def make(**options):
-        rig = rig_for(way, tmp_path, **options)
-        context = simulated.use(rig.device)
-        context.__enter__()
-        rigs.append((rig, context))
-        return rig
+    def build(**options):
+        rigs.append(rig_for(way, tmp_path, **options))
+        return rigs[-1]
 
-    yield make
-    for rig, context in reversed(rigs):
-        if not rig.host._metadata.closed:
-            rig.rest()
-            rig.check()
-        rig.close()
-        assert rig.storage.under_way == 0
-        context.__exit__(None, None, None)
+    with making(build) as make:
+        yield make
+    assert not any(rig.storage.under_way for rig in rigs)
 
 
 @pytest.fixture
