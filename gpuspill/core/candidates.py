@@ -21,6 +21,10 @@ from gpuspill.core.residency import Tier
 
 __all__ = ["Candidates"]
 
+#: A value with more keys goes by recency alone. What has so many is None, a number or a string that thousands of tasks
+#: return; to look for the next use of each key whenever one comes or goes would be quadratic in their number.
+_MANY = 32
+
 
 class Candidates:
     """Every candidate, in exactly one of three places: the queue, held, or blocked.
@@ -92,7 +96,7 @@ class Candidates:
         order = self._next_use(entry)
         if order is not None:
             entry.had_use = True
-        spent = entry.had_use
+        spent = entry.had_use and len(entry.keys) <= _MANY
         self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK))
 
     def unlist(self, pid: int) -> None:
@@ -131,6 +135,8 @@ class Candidates:
         if len(entry.keys) == 1:
             (key,) = entry.keys
             return self.uses.next(key)
+        if len(entry.keys) > _MANY:
+            return None
         return min((use for key in entry.keys if (use := self.uses.next(key)) is not None), default=None)
 
     # -- choosing ------------------------------------------------------------------------------------

@@ -135,8 +135,11 @@ class Model:
         return self.used + self.reserved + self.offset + self.demand() - self.leaving - self.limit
 
     def next_use(self, pid: int) -> Order | None:
-        """When a value is used next, by any of its keys."""
-        orders = [order for key in self.keys_of(pid) for order in self.uses.get(key, {}).values()]
+        """When a value is used next, by any of its keys. Not known of a value with very many."""
+        keys = self.keys_of(pid)
+        if len(keys) > 32:
+            return None
+        orders = [order for key in keys for order in self.uses.get(key, {}).values()]
         return min(orders, default=None)
 
     def keys_of(self, pid: int) -> list[Hashable]:

@@ -344,6 +344,41 @@ def test_no_event_costs_more_with_more_values(states):
         state.validate()
 
 
+def test_a_key_more_costs_the_same_for_a_value_with_thousands_of_them():
+    """Thousands of tasks return the same object: None, for example."""
+    lines = {}
+    for count in 100, 10_000:
+        state = SpillState(limit=NBYTES)
+        pid = state.insert(0, NBYTES)
+        for key in range(1, count):
+            state.alias(key, pid)
+        state.expect_use(count // 2, "task", (1.0,))
+
+        def one_more(state: SpillState = state, pid: int = pid) -> None:
+            state.alias("new", pid)
+            state.expect_use("new", "task", (2.0,))
+            state.drop_use("new", "task")
+            state.remove("new")
+
+        lines[count] = count_lines(one_more)
+        state.validate()
+    assert lines[100] == lines[10_000], lines
+
+
+@pytest.mark.parametrize("count", [2, 100])
+def test_a_value_with_very_many_keys_goes_by_recency(count):
+    state = SpillState(limit=None)
+    pids = {name: state.insert((name, 0), NBYTES) for name in ("shared", "alone", "used up")}
+    for key in range(1, count):
+        state.alias(("shared", key), pids["shared"])
+    for name in "used up", "shared":
+        state.expect_use((name, 0), "task", (1.0,))
+        state.drop_use((name, 0), "task")
+    # With a few keys it is the last that was used up; with many it is one of those of which nothing is known.
+    expected = ["used up", "shared", "alone"] if count == 2 else ["used up", "alone", "shared"]
+    assert [state.next_spill(force=True) for _ in expected] == [pids[name] for name in expected]
+
+
 def test_one_deletion_does_not_reconsider_all_that_the_disk_refused():
     """With the quota used up, thousands of values wait for room on disk; a little room is for a few of them."""
     lines = {}
