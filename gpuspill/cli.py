@@ -243,15 +243,29 @@ def transfer(
     "--ratio", type=float, default=2.6, show_default=True, help="Size of the array divided by the memory of both."
 )
 @click.option("--chunk", type=SIZE, default="16MiB", show_default=True, help="Size of a block.")
+@click.option(
+    "--persist",
+    type=click.Choice(["array", "sum"]),
+    default="array",
+    show_default=True,
+    help="What is persisted before the rest is computed.",
+)
 @click.option("--nthreads", type=click.IntRange(min=1), default=1, show_default=True)
 @JSON_OPTION
 def transpose(
-    arms: str, repeat: int, limit: int, ratio: float, chunk: int, nthreads: int, json_path: Path | None
+    arms: str,
+    repeat: int,
+    limit: int,
+    ratio: float,
+    chunk: int,
+    persist: Literal["array", "sum"],
+    nthreads: int,
+    json_path: Path | None,
 ) -> None:
-    """Persist a random array larger than memory on two workers, then compute (a + a.T).mean()."""
+    """Compute a + a.T and its mean, of a random array larger than the memory of two workers."""
     from gpuspill.bench.transpose import Transpose
 
-    job = Transpose(limit=limit, ratio=ratio, chunk=chunk, threads=nthreads)
+    job = Transpose(limit=limit, ratio=ratio, chunk=chunk, persisted=persist, threads=nthreads)
     _measure(job, arms, repeat, json_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 import dask
 import pytest
@@ -56,14 +57,15 @@ def test_transfer_to_a_peer_without_room() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("little_room")
-def test_transpose() -> None:
-    job = Transpose(limit=1024 * MIB, ratio=1 / 64, chunk=2 * MIB)
+@pytest.mark.parametrize("persisted", ["array", "sum"])
+def test_transpose(persisted: Literal["array", "sum"]) -> None:
+    job = Transpose(limit=1024 * MIB, ratio=1 / 64, chunk=2 * MIB, persisted=persisted)
     result = benchmark(job, "gpuspill,nospill", 1)
     assert result.correct, [sample.error for sample in result.samples]
     gpuspill, nospill = result.samples
     for sample in result.samples:
         assert {row.metric for row in transpose.ROWS} <= set(sample.metrics)
-        assert sample.figure("wall") == pytest.approx(sample.figure("persist") + sample.figure("transpose"))
+        assert sample.figure("wall") == pytest.approx(sample.figure("persist") + sample.figure("rest"))
     assert gpuspill.figure("written") > 10 * MIB
     assert gpuspill.figure("loop_operations") == 0
     assert nospill.figure("written") == nospill.figure("read") == 0
