@@ -40,6 +40,7 @@ class Admitter:
         inputs: Iterable[Hashable],
         output_nbytes: int = 0,
         *,
+        arriving: Mapping[Hashable, int] | None = None,
         kind: Kind = Kind.TASK,
     ) -> Admission:
         """Pin the inputs and ask for room for those that are not in memory, and for an output.
@@ -52,6 +53,9 @@ class Admitter:
             Keys; pinned from now until :meth:`Admission.release`, whether in memory or not.
         output_nbytes
             Expected size of the output in bytes.
+        arriving
+            Labels of inputs that are not known yet and come in parts, under other names, and their sizes in bytes:
+            :meth:`settle` gives back what is promised for one. What is left of it goes when the inputs are there.
         kind
             Tasks are served before transfers.
 
@@ -60,10 +64,14 @@ class Admitter:
         KeyError
             An input is unknown. Nothing stays pinned.
         """
-        outputs = {} if label is None or not output_nbytes else {label: output_nbytes}
+        outputs = dict(arriving or {})
+        arriving_nbytes = sum(outputs.values())
+        if label is not None and output_nbytes:
+            outputs[label] = output_nbytes
         with self._metadata as state:
             known = state.ledger.keys
-            return self.promise({key: known[key] for key in inputs}, outputs, output_nbytes, kind)
+            entries = {key: known[key] for key in inputs}
+            return self.promise(entries, outputs, output_nbytes, kind, arriving_nbytes)
 
     def pin(self, keys: Iterable[Hashable]) -> Admission:
         """Pin values where they are, without asking for room to bring them into memory.
@@ -132,6 +140,7 @@ class Admitter:
         outputs: dict[Hashable, int],
         output_nbytes: int,
         kind: Kind,
+        arriving_nbytes: int = 0,
     ) -> Admission:
         """Under the lock: pin the inputs and queue for room."""
         self._metadata.forbid_nested("ask for room")
@@ -143,7 +152,7 @@ class Admitter:
             pids[key] = entry.pid
             if entry.state is State.SPILLED:
                 missing[entry.pid] = entry.nbytes
-        reservation = state.reserve(sum(missing.values()) + output_nbytes, kind)
+        reservation = state.reserve(sum(missing.values()) + arriving_nbytes + output_nbytes, kind)
         return self._hand_out(reservation, pids, outputs, output_nbytes)
 
     def _hand_out(

@@ -127,6 +127,7 @@ class Gatherer:
         if result.cancelled():
             return
         if not admission.pids:
+            self._admitter.settle_inputs(admission)
             result.set_result({})
             return
         pending = [(key, self._restorer.start(key, pid, admission)) for key, pid in admission.pids.items()]

@@ -8,6 +8,7 @@ in :mod:`gpuspill.metadata`); the parts carry out:
 :mod:`gpuspill.admitting`         pins, and promises of room
 :mod:`gpuspill.gathering`         several values at once, for tasks and for transfers
 :mod:`gpuspill.restoring`         one value comes back
+:mod:`gpuspill.decoding`          bytes become a value
 :mod:`gpuspill.spilling`          one value is written
 :mod:`gpuspill.evicting`          limits, and making values leave before a limit asks for it
 :mod:`gpuspill.prefetching`       next uses, and what is brought back ahead of them
@@ -31,6 +32,7 @@ from gpuspill.core.budget import Kind
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
 from gpuspill.core.sizes import SizeModel
+from gpuspill.decoding import Decoder, Disperse
 from gpuspill.device.shared_memory import SharedMemory
 from gpuspill.engine import Engine
 from gpuspill.evicting import Evictor
@@ -43,7 +45,7 @@ from gpuspill.proxy import Proxy
 from gpuspill.restoring import Restorer
 from gpuspill.serialization import Encoded, Serializer
 from gpuspill.sharing import Sharing
-from gpuspill.slots import Custody
+from gpuspill.slots import Custody, Slot
 from gpuspill.snapshot import Statistics, take_snapshot
 from gpuspill.spilling import Spiller
 from gpuspill.storage.base import Frame, Receipt, Store
@@ -124,8 +126,16 @@ class ProxifyManager:
             self._spiller.step, spill_threads=spill_threads, restore_threads=restore_threads, name=name
         )
         metadata.engine = engine
+        self._decoder = Decoder(metadata, serializer, observer)
         self._restorer = Restorer(
-            metadata, engine, store, serializer, allocate=allocate, observer=observer, sharing=sharing
+            metadata,
+            engine,
+            store,
+            serializer,
+            self._decoder,
+            allocate=allocate,
+            observer=observer,
+            sharing=sharing,
         )
         self._intake = Intake(metadata, sharing, sizes, sizeof)
         self._admitter = Admitter(metadata, engine)
@@ -230,6 +240,12 @@ class ProxifyManager:
         entry = self._ledger.keys[key]
         return entry.apart_nbytes if entry.parts else entry.nbytes
 
+    def arriving_nbytes(self, key: Hashable) -> int:
+        """Bytes that the value of `key` will take on a device once it is decoded; 0 if it is, or has nothing there."""
+        entry = self._ledger.keys[key]
+        assert type(entry) is Slot
+        return entry.device_nbytes
+
     # -- one value -----------------------------------------------------------------------------------
 
     def peek(self, key: Hashable, default: Any = None) -> Any:
@@ -318,14 +334,15 @@ class ProxifyManager:
         inputs: Iterable[Hashable],
         output_nbytes: int = 0,
         *,
+        arriving: Mapping[Hashable, int] | None = None,
         kind: Kind = Kind.TASK,
     ) -> Admission:
-        """Pin the inputs and ask for room for those that are not in memory, and for an output.
+        """Pin the inputs and ask for room for those that are not in memory, for what arrives, and for an output.
 
         Storing `label` settles what is promised for it; see :meth:`gpuspill.admitting.Admitter.admit`. KeyError if an
         input is unknown.
         """
-        return self._admitter.admit(label, inputs, output_nbytes, kind=kind)
+        return self._admitter.admit(label, inputs, output_nbytes, arriving=arriving, kind=kind)
 
     def pin(self, keys: Iterable[Hashable]) -> Admission:
         """Pin values where they are, without asking for room. Unknown keys are left out."""
@@ -358,6 +375,10 @@ class ProxifyManager:
     def give_back_output(self, admission: Admission) -> None:
         """Give back what was promised to an admission for an output."""
         self._admitter.give_back_output(admission)
+
+    def disperse_by(self, disperse: Disperse) -> None:
+        """Have what values that came as bytes have on a device taken over when they are decoded; until closed."""
+        self._decoder.disperse = disperse
 
     # -- next uses -----------------------------------------------------------------------------------
 
@@ -467,5 +488,7 @@ class ProxifyManager:
             state.memory.limit = None
             state.retry()
         self._engine.close()
-        self._metadata.engine = None  # breaks the only cycle: values go with the manager, not with the next collection
+        # What breaks cycles: values go with the manager, not with the next collection.
+        self._metadata.engine = None
+        self._decoder.disperse = None
         self._store.close()

@@ -17,6 +17,7 @@ from typing import Any
 from gpuspill.admission import Admission
 from gpuspill.core.ledger import Entry
 from gpuspill.core.residency import State
+from gpuspill.decoding import Decoder
 from gpuspill.engine import Engine
 from gpuspill.errors import DataLostError, ManagerClosed, StorageError
 from gpuspill.metadata import Metadata
@@ -38,7 +39,7 @@ class Restorer:
 
     Parameters
     ----------
-    metadata, engine, store, serializer, sharing
+    metadata, engine, store, serializer, decoder, sharing
         The manager's.
     allocate
         Gives the buffer that a record is read into.
@@ -61,6 +62,7 @@ class Restorer:
         engine: Engine,
         store: Store,
         serializer: Serializer,
+        decoder: Decoder,
         *,
         allocate: Callable[[int], memoryview] | None,
         observer: Observer | None,
@@ -71,6 +73,7 @@ class Restorer:
         self._engine = engine
         self._store = store
         self._serializer = serializer
+        self._decoder = decoder
         self._allocate = allocate
         self._observer = observer
         self.hits = 0
@@ -227,12 +230,12 @@ class Restorer:
         assert receipt is not None
         ghost = slot.ghost
         value = None if ghost is None else ghost()
-        alive = value is not None
+        alive, left = value is not None, None
         if not alive:
             try:
                 if self._metadata.closed:
                     raise ManagerClosed(f"the store was closed before {slot.key!r} was read")
-                value = self._read(receipt)
+                value, left = self._decoder.decode(slot, *self._read_record(receipt))
             except BaseException as error:
                 self._fail(pid, error)
                 if not isinstance(error, Exception):
@@ -244,6 +247,8 @@ class Restorer:
             assert future is not None
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
+            if left is not None and pid in state.ledger.entries:
+                state.hollow(pid, left)
             if alive and pid in state.ledger.entries:
                 state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
             self._sharing.divide(pid, shared)
@@ -266,14 +271,11 @@ class Restorer:
     def _decode(self, pid: int, encoded: Encoded) -> None:
         """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""
         slot = self._metadata.slots[pid]
-        clock = self._metadata.clock
-        start = clock()
-        value, error = None, None
+        value, left, error = None, None, None
         try:
-            value = self._serializer.loads(encoded.header, [memoryview(frame) for frame in encoded.frames])
+            value, left = self._decoder.decode(slot, encoded.header, [memoryview(frame) for frame in encoded.frames])
         except BaseException as caught:
             error = caught
-        seconds = clock() - start
         shared = None if error is not None else self._sharing.look(value)
         with self._metadata as state:
             future, slot.restoring, slot.reader = slot.restoring, None, None
@@ -281,7 +283,8 @@ class Restorer:
             if error is None:
                 self._metadata.slots.attach(pid, value)
                 self._sharing.divide(pid, shared)
-            self._metadata.totals["deserialize"] += seconds
+                if left is not None:
+                    state.hollow(pid, left)
             state.unpin(pid)
         if error is not None:
             future.set_exception(error)
@@ -289,8 +292,6 @@ class Restorer:
                 raise error
             return
         future.set_result(value)
-        if self._observer is not None:
-            self._observer("deserialize", seconds, "seconds")
 
     def fetch(self, key: Hashable, pid: int, *, borrow: bool = False, in_place: bool = False) -> Encoded | Any:
         """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
@@ -321,7 +322,7 @@ class Restorer:
             assert receipt is not None
             try:
                 header, frames = self._read_record(receipt, borrow=borrow, in_place=in_place)
-                return Encoded(header, frames, entry.nbytes)
+                return Encoded(header, frames, entry.nbytes, slot.device_nbytes)
             except DataLostError as error:
                 with self._metadata:
                     if entry.resident or slot.receipt is not receipt:
@@ -332,18 +333,6 @@ class Restorer:
                     future, _ = self._begin(key, pid, None)
                 self._restore(pid)
                 return self.outcome(key, future)
-
-    def _read(self, receipt: Receipt) -> object:
-        header, frames = self._read_record(receipt)
-        clock = self._metadata.clock
-        start = clock()
-        value = self._serializer.loads(header, frames)
-        seconds = clock() - start
-        with self._metadata:
-            self._metadata.totals["deserialize"] += seconds
-        if self._observer is not None:
-            self._observer("deserialize", seconds, "seconds")
-        return value
 
     def _read_record(
         self, receipt: Receipt, *, borrow: bool = False, in_place: bool = False

@@ -42,12 +42,15 @@ class Encoded:
     header, frames
         As in :class:`Serialized`; the frames belong to whoever holds this object.
     nbytes
-        Bytes that the value will take in memory.
+        Bytes that the value will take in memory, on a device included.
+    device_nbytes
+        The part of it that it will take on a device.
     """
 
     header: bytes
     frames: Sequence[Buffer]
     nbytes: int
+    device_nbytes: int = 0
 
 
 class Serializer(Protocol):

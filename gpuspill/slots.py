@@ -56,6 +56,8 @@ class Slot(Entry):
         Its type.
     sizeof
         Its size as the caller gave it, in bytes, uncorrected.
+    device_nbytes
+        Bytes that a value which came as bytes will take on a device, while it is not decoded.
     receipt
         Its record, if there is one.
     restoring
@@ -71,6 +73,7 @@ class Slot(Entry):
     """
 
     __slots__ = (
+        "device_nbytes",
         "found_held",
         "ghost",
         "ghost_id",
@@ -90,6 +93,7 @@ class Slot(Entry):
         self.value: Any = None
         self.kind: type = object
         self.sizeof = 0
+        self.device_nbytes = 0
         self.receipt: Receipt | None = None
         self.restoring: Future[Any] | None = None
         self.reader: int | None = None
@@ -124,6 +128,8 @@ class Slots(dict[int, Slot]):
         pid = entry.pid
         self[pid] = entry
         entry.key, entry.value, entry.kind, entry.sizeof = key, value, type(value), nbytes
+        if type(value) is Encoded:
+            entry.device_nbytes = value.device_nbytes
         self.by_id[id(value)] = pid
 
     def enter_below(self, entry: Entry, key: Hashable, nbytes: int, receipt: Receipt) -> None:
@@ -166,6 +172,7 @@ class Slots(dict[int, Slot]):
         self._unlist(pid, slot.value)
         self._drop_ghost(pid)
         slot.kind = type(value)
+        slot.device_nbytes = 0
         slot.value, slot.restoring, slot.found_held = value, None, 0
         self.by_id[id(value)] = pid
 

@@ -153,8 +153,8 @@ class Spills:
         entry.renewed = False
         self._counters.spill_failures += 1
         if forever:
+            self._charges.unspillable += not entry.unspillable
             entry.unspillable = True
-            self._charges.unspillable += 1
         else:
             entry.refused = True
             entry.refusals += 1

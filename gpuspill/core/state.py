@@ -240,6 +240,19 @@ class SpillState:
         self.charges.resize(entry, nbytes)
         self._room.balance()
 
+    def hollow(self, pid: int, nbytes: int) -> None:
+        """Most of what a value in memory has went elsewhere: what is left takes `nbytes` and never leaves.
+
+        A record of the whole no longer counts, nor does one that is being written.
+        """
+        entry = self.ledger.entries[pid]
+        self.charges.resize(entry, nbytes)
+        self.charges.unspillable += not entry.unspillable
+        entry.unspillable = True
+        self.renew(pid)
+        self.candidates.classify(entry)
+        self._room.balance()
+
     def find(self, key: Hashable) -> Entry:
         """Return the entry that `key` holds; KeyError if unknown."""
         return self.ledger.keys[key]

@@ -174,7 +174,8 @@ class Attachment:
         if tier is None:
             return Job(manager, admission, wait=wait)
         try:
-            device_admission = tier.admit(key, map(manager.look, inputs), on_device)
+            arriving = {name: nbytes for name in inputs if (nbytes := manager.arriving_nbytes(name))}
+            device_admission = tier.admit(key, map(manager.look, inputs), on_device, arriving)
         except KeyError:
             admission.release()
             return None

@@ -59,7 +59,7 @@ logger = logging.getLogger("gpuspill")
 _RUNNING = (Status.running, Status.paused, Status.closing_gracefully)
 
 #: What workers with gpuspill tell each other when they connect; they understand each other if it is the same.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 # -- tasks ---------------------------------------------------------------------------------------

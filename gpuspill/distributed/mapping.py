@@ -8,7 +8,7 @@ before anybody asks; where a hook is missing the result is the same, only the ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -188,6 +188,10 @@ class SpillStore(MutableMapping[Hashable, object]):
         if not self.manager.is_resident(key):
             return False
         return self.tier is None or self.tier.is_ready(self.manager.look(key))
+
+    def any_on_device(self, keys: Iterable[Hashable]) -> bool:
+        """Whether the value of one of `keys` is or was on the device, in part or whole, and is decoded."""
+        return any(type(self.manager.look(key)) is Skeleton for key in keys)
 
     def peek(self, key: Hashable, default: Any = None) -> Any:
         """Return the value of `key` if it :meth:`is_ready`, else `default`."""

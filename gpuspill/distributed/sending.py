@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dask.utils import typename
 from distributed.protocol.serialize import Serialized, serialize
 from distributed.utils import offload
 
 from gpuspill.admission import Admission
 from gpuspill.distributed.internals import forget_lost, recover
 from gpuspill.distributed.jobs import granted
-from gpuspill.distributed.serialization import FOREIGN_HEADER
+from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
+from gpuspill.distributed.sizes import measure
 from gpuspill.distributed.views import LostValue
-from gpuspill.distributed.wire import Form, Window, wrap
-from gpuspill.errors import DataLostError
+from gpuspill.distributed.wire import Form, Window, Wire, wrap
+from gpuspill.errors import DataLostError, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.serialization import Encoded
+from gpuspill.storage.base import frame_nbytes, in_memory
 from gpuspill.tier import DeviceTier, Skeleton
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ class Parcel:
     window
         Bounds what is read from disk for sending.
     tier
-        Of the device, if there is one. What is there is sent as the value; what has left it, as bytes.
+        Of the device, if there is one.
 
     Attributes
     ----------
@@ -61,6 +65,7 @@ class Parcel:
         borrow: bool,
         serializers: Collection[str] | None,
         shared: bool,
+        direct: bool,
     ) -> None:
         """Pin the values of `keys` and get ready what to send. After a failure or a cancellation, release it.
 
@@ -78,6 +83,8 @@ class Parcel:
             The families that the receiver takes; None for distributed's own choice.
         shared
             Whether the receiver gets the objects themselves, being in this process.
+        direct
+            Whether the network takes what is on a device from there.
 
         Raises
         ------
@@ -100,11 +107,13 @@ class Parcel:
             elif form == "value" or value.header == FOREIGN_HEADER:
                 # Decoded for the receiver alone: putting it into the store would push something else out. Of a record
                 # that distributed's own buffer wrote, nobody but its own reader makes sense.
-                self.values[key] = await asyncio.wrap_future(manager.decode(value))
+                self.values[key] = await self._decoded(value, serializers, shared=shared)
             else:
                 self.values[key] = wrap(value, form, type_of(key))
         if self._tier is not None:
-            if not shared:
+            if form == "wire" and not (shared or direct):
+                await self._wrap(self._tier)
+            elif not shared:
                 await self._turn_into_bytes(self._tier, serializers)
             self.values = await asyncio.wrap_future(self._tier.resolve_later(self.values))
 
@@ -119,13 +128,44 @@ class Parcel:
             key = next(away, None)
             if key is None:
                 return
-            admission = tier.admit(None, [self.values[key]])
-            try:
-                await granted(admission)
-                found = await asyncio.wrap_future(tier.resolve_later({key: self.values[key]}, admission))
-                self.values[key] = await offload(_serialized, found.pop(key), serializers)
-            finally:
-                admission.release()
+            self.values[key] = await self._brought(
+                tier, self.values[key], partial(_serialized, serializers=serializers)
+            )
+
+    async def _wrap(self, tier: DeviceTier) -> None:
+        """Serialise all that is or was on the device, a value at a time, for a receiver that keeps it as bytes.
+
+        Its device may not have room for all of them either.
+        """
+        for key, value in list(self.values.items()):
+            if type(value) is Skeleton:
+                self.values[key] = await self._brought(tier, value, partial(_as_wire, nbytes=value.device_nbytes))
+
+    async def _brought(self, tier: DeviceTier, skeleton: Skeleton, convert: Callable[[Any], Any]) -> Any:
+        """Return what `convert` makes, off the loop, of a value, which is brought back if there is room for it."""
+        if tier.is_ready(skeleton):
+            found = await asyncio.wrap_future(tier.resolve_later({None: skeleton}))
+            return await offload(convert, found.pop(None))
+        admission = tier.admit(None, [skeleton])
+        try:
+            await granted(admission)
+            found = await asyncio.wrap_future(tier.resolve_later({None: skeleton}, admission))
+            return await offload(convert, found.pop(None))
+        finally:
+            admission.release()
+
+    async def _decoded(self, encoded: Encoded, serializers: Collection[str] | None, *, shared: bool) -> Any:
+        """Return the value of bytes, or, where that takes room on the device, what stands for it in a message."""
+        manager, tier = self._manager, self._tier
+        if shared or tier is None or not encoded.device_nbytes:
+            return await asyncio.wrap_future(manager.decode(encoded))
+        admission = tier.admit(None, (), encoded.device_nbytes)
+        try:
+            await granted(admission)
+            value = await asyncio.wrap_future(manager.decode(encoded))
+            return await offload(_serialized, value, serializers)
+        finally:
+            admission.release()
 
     def release(self) -> None:
         """It is written, or never will be. Idempotent."""
@@ -142,6 +182,23 @@ def _serialized(value: Any, serializers: Collection[str] | None) -> Serialized:
     return Serialized(*serialize(value, serializers=serializers))  # type: ignore[no-untyped-call]
 
 
+def _as_wire(value: Any, nbytes: int) -> Any:
+    """Return the bytes of a value that looks at `nbytes` bytes on a device; itself if it cannot be serialised.
+
+    Then distributed finds that out once more, and tells the receiver.
+    """
+    try:
+        header, frames = DaskSerializer().dumps(value)
+    except Exception as error:
+        cut_loose(error)
+        return value
+    # It may be a small part of the memory that it looks at.
+    device_nbytes = min(nbytes, sum(map(frame_nbytes, frames)))
+    return Wire(
+        Encoded(header, [in_memory(frame) for frame in frames], measure(value), device_nbytes), typename(type(value))
+    )
+
+
 async def pack(
     worker: Any,
     attachment: Attachment,
@@ -153,6 +210,7 @@ async def pack(
     borrow: bool,
     serializers: Collection[str] | None = None,
     shared: bool = False,
+    direct: bool = False,
 ) -> Parcel:
     """Get ready what is there of `keys`.
 
@@ -165,7 +223,9 @@ async def pack(
         parcel = Parcel(store.manager, attachment.window, store.tier)
         try:
             wanted = (key for key in keys if key not in lost)
-            await parcel.fill(wanted, form, type_of, borrow=borrow, serializers=serializers, shared=shared)
+            await parcel.fill(
+                wanted, form, type_of, borrow=borrow, serializers=serializers, shared=shared, direct=direct
+            )
             parcel.values |= lost
             if store.has_lost_values:
                 for key in [key for key, value in parcel.values.items() if isinstance(value, LostValue)]:

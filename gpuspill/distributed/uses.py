@@ -73,6 +73,8 @@ class TieredUses:
 
     def prefetch(self, keys: Iterable[Hashable]) -> int:
         """See :meth:`Uses.prefetch`."""
-        keys = list(keys)
+        keys = [key for key in keys if key in self._manager]
         values = [value for value in map(self._manager.look, keys) if type(value) is Skeleton]
+        # What came as bytes would be decoded, on the device, for which nobody has asked for room.
+        keys = [key for key in keys if not self._manager.arriving_nbytes(key)]
         return self._manager.prefetch(keys) + self._tier.prefetch(values)

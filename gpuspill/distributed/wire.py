@@ -1,4 +1,4 @@
-"""Spilled values on their way to others: as they are.
+"""Values on their way to others as bytes: spilled ones as they are, and what is on a device.
 
 A value on disk is sent without being decoded and without coming back into memory. What the other side gets depends on
 what it can do with it:
@@ -35,7 +35,7 @@ from gpuspill.storage.base import Buffer
 __all__ = ["Form", "Window", "Wire", "real_type", "wrap"]
 
 #: Version of what a :class:`Wire` looks like on the network.
-_VERSION = 1
+_VERSION = 2
 
 Form: TypeAlias = Literal["wire", "serialized", "value"]
 
@@ -71,7 +71,13 @@ def _serialize_wire(wire: Wire) -> tuple[dict[str, Any], list[Buffer]]:
     encoded = wire.encoded
     # The value's own header travels as one opaque piece: distributed reads and changes keys of the headers that it
     # sees.
-    header = {"version": _VERSION, "value": encoded.header, "nbytes": encoded.nbytes, "type-name": wire.type_name}
+    header = {
+        "version": _VERSION,
+        "value": encoded.header,
+        "nbytes": encoded.nbytes,
+        "device-nbytes": encoded.device_nbytes,
+        "type-name": wire.type_name,
+    }
     return header, list(encoded.frames)
 
 
@@ -82,7 +88,8 @@ def _deserialize_wire(header: Mapping[str, Any], frames: Sequence[Buffer]) -> Wi
             f"received a spilled value in version {header['version']} of gpuspill's form, here it is {_VERSION}; "
             "use the same release of gpuspill on all workers"
         )
-    return Wire(Encoded(header["value"], list(frames), header["nbytes"]), header["type-name"])
+    encoded = Encoded(header["value"], list(frames), header["nbytes"], header["device-nbytes"])
+    return Wire(encoded, header["type-name"])
 
 
 def wrap(encoded: Encoded, form: Form, kind: type | None) -> Any:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
 from time import time
@@ -125,7 +125,7 @@ def spilling_class(base: Any) -> Any:
             serializers: list[str] | None = None,
         ) -> Any:
             attachment = self._gpuspill
-            if attachment is None or attachment.at_ease(keys) or is_busy(self, comm):
+            if attachment is None or is_busy(self, comm) or _sends_as_it_is(attachment, comm, keys, serializers):
                 return await super().get_data(comm, keys, who=who, serializers=serializers)
             # Counted as outgoing while values are read, so that a worker that is busy reading is busy for others too.
             self.transfer_outgoing_count += 1
@@ -349,7 +349,19 @@ async def _pack(
         borrow=_sent_by_system(comm),
         serializers=serializers,
         shared=_same_process(comm),
+        direct=_takes_device_memory(comm),
     )
+
+
+def _sends_as_it_is(
+    attachment: Attachment, comm: Any, keys: Collection[Any], serializers: Collection[str] | None
+) -> bool:
+    """Whether all of `keys` are in memory, stay there, and are sent as distributed sends values."""
+    if not attachment.at_ease(keys):
+        return False
+    if attachment.store.tier is None or _form_for(comm, serializers) != "wire":
+        return True
+    return _same_process(comm) or _takes_device_memory(comm) or not attachment.store.any_on_device(keys)
 
 
 def _known_type(worker: Any, key: Any) -> type | None:
@@ -358,7 +370,7 @@ def _known_type(worker: Any, key: Any) -> type | None:
 
 
 def _form_for(comm: Any, serializers: Collection[str] | None) -> Form:
-    """Choose what a peer gets for a value that is on disk."""
+    """Choose what a peer gets for a value that is on disk, or has something on a device."""
     if serializers is not None:
         return "value"
     if speaks_gpuspill(comm):
@@ -373,6 +385,11 @@ def _sent_by_system(comm: Any) -> bool:
 
 def _same_process(comm: Any) -> bool:
     return str(comm.peer_address).startswith("inproc://")
+
+
+def _takes_device_memory(comm: Any) -> bool:
+    """Whether what is on a device goes to the other side's device without coming to the host's memory."""
+    return str(comm.peer_address).startswith(("ucx://", "ucxx://"))
 
 
 def _substitute_for(comm: Any, who: str | None) -> Any:
@@ -392,11 +409,17 @@ async def _decode_resumed(worker: Any, data: dict[Any, Any]) -> None:
     Their type goes to the scheduler as soon as they are stored. What cannot be decoded stays as it is: whoever needs it
     will be told why.
     """
-    for key, value in data.items():
-        ts = worker.state.tasks.get(key)
-        if isinstance(value, Wire) and ts is not None and ts.state == "resumed":
-            with suppress(Exception):
-                data[key] = await asyncio.wrap_future(worker._gpuspill.store.manager.decode(value.encoded))
+    store = worker._gpuspill.store
+    with ExitStack() as promises:
+        for key, value in data.items():
+            ts = worker.state.tasks.get(key)
+            if isinstance(value, Wire) and ts is not None and ts.state == "resumed":
+                if store.tier is not None and value.encoded.device_nbytes:
+                    admission = store.tier.admit(key, (), value.encoded.device_nbytes)
+                    promises.callback(_after_storing, admission.release)
+                    await granted(admission)
+                with suppress(Exception):
+                    data[key] = await asyncio.wrap_future(store.manager.decode(value.encoded))
 
 
 def _name_types(worker: Any, names: Mapping[Any, str]) -> None:

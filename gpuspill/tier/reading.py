@@ -62,7 +62,7 @@ class Reader:
 
     def read_all(self, values: Mapping[Hashable, Any], admission: Admission | None) -> dict[Hashable, Any]:
         """Return several values, by key. Blocks while something is copied."""
-        if admission is not None and admission.pids:
+        if admission is not None and (admission.pids or admission.outputs):
             self._verify()
             try:
                 # All at once, and out of what was promised.
@@ -85,6 +85,7 @@ class Reader:
             result.set_result(dict(values))
             return result
         self._verify()
+        # What arrived after it was admitted is not in the admission.
         pins = None if admission is not None and units.keys() <= admission.pids.keys() else self._manager.pin(units)
         held = dict(values)  # the skeletons, and so the units
 
@@ -100,9 +101,15 @@ class Reader:
             if pins is not None:
                 pins.release()
 
-        chosen = admission if pins is None else pins
-        assert chosen is not None
-        self._manager.materialize_later(chosen).add_done_callback(build)
+        def read_rest(_: object = None) -> None:
+            assert pins is not None
+            self._manager.materialize_later(pins).add_done_callback(build)
+
+        if admission is None:
+            read_rest()
+        else:
+            # First all that was promised, and out of it. What fails there fails again below.
+            self._manager.materialize_later(admission).add_done_callback(build if pins is None else read_rest)
         return result
 
 

@@ -47,7 +47,8 @@ class DeviceTier:
     device
         The device.
     host
-        Manager of the host's memory: what leaves the device goes there.
+        Manager of the host's memory: what leaves the device goes there, and what values have on the device that are
+        decoded there comes from it.
     limit
         Bytes to keep on the device; None for no limit. The device running full makes room in any case.
     registry
@@ -101,6 +102,8 @@ class DeviceTier:
             device, self._book, BufferPool(0).allocate if allocate is None else allocate, families, past_host
         )
         self._records = HostRecords(host, in_place=past_host is not None)
+        self._host = host
+        host.disperse_by(self._disperse)
         self.manager = ProxifyManager(
             limit=limit,
             store=self._records,
@@ -147,6 +150,14 @@ class DeviceTier:
         if touched and found is not value:
             self.manager.renew(found.units)
         return found
+
+    def _disperse(self, key: Hashable, value: object, nbytes: int) -> tuple[object, int] | None:
+        """Take over what a value has on the device that came to the host as bytes. See :mod:`gpuspill.decoding`."""
+        skeleton = self.proxify(value, key)
+        if skeleton is value:
+            return None
+        self.expect_use(skeleton, self._host.next_use(key), key)
+        return skeleton, self.host_nbytes(skeleton, nbytes)
 
     # -- out ---------------------------------------------------------------------------------------
 
@@ -199,7 +210,13 @@ class DeviceTier:
 
     # -- room --------------------------------------------------------------------------------------
 
-    def admit(self, label: Hashable, values: Iterable[Any], output_nbytes: int = 0) -> Admission:
+    def admit(
+        self,
+        label: Hashable,
+        values: Iterable[Any],
+        output_nbytes: int = 0,
+        arriving: Mapping[Hashable, int] | None = None,
+    ) -> Admission:
         """Pin what values have on the device, and ask for room for what is not there and for an output.
 
         Parameters
@@ -210,11 +227,14 @@ class DeviceTier:
             Skeletons; others do not matter.
         output_nbytes
             Bytes that the output is expected to take on the device.
+        arriving
+            Labels with which values that are needed will be given to :meth:`proxify` when they are decoded, and the
+            bytes that they will take on the device.
         """
         self.settle()
         self._guard.verify()
         units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
-        admission = self.manager.admit(label, units, output_nbytes)
+        admission = self.manager.admit(label, units, output_nbytes, arriving=arriving)
         self.ahead.needed_now(units)
         return admission
 
