@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ class Kit:
     def __init__(self, store: Store | None = None, limit: int | None = None) -> None:
         self.store = GatedStore(MemoryStore() if store is None else store)
         self.serializer = CountingSerializer()
+        self.elsewhere: dict[object, tuple[object, int]] = {}
         self.manager = ProxifyManager(
             limit=limit, store=self.store, serializer=self.serializer, sizeof=lambda _: NBYTES
         )
@@ -487,3 +489,106 @@ def test_a_loss_is_told_once_whoever_asked_for_whom(kit: Kit) -> None:
         kit.manager.get("x")
     assert str(caught.value) == "the value of 'x' is lost: the file is gone"
     pins.release()
+
+
+# -- with something on a device --------------------------------------------------------------------
+
+
+@pytest.fixture
+def dispersing(kit: Kit) -> Kit:
+    """A manager whose values go elsewhere when they are decoded, but for 10 bytes."""
+
+    def disperse(key: object, value: object, nbytes: int) -> tuple[object, int]:
+        kit.elsewhere[key] = value, nbytes
+        return Rest(), 10
+
+    kit.manager.disperse_by(disperse)
+    return kit
+
+
+class Rest:
+    """What is left of a value."""
+
+
+def on_device(number: int = 1) -> Encoded:
+    return replace(encoded(number), device_nbytes=NBYTES - 10)
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_what_it_has_on_a_device_goes_there_when_it_is_decoded(dispersing: Kit, spilled: bool) -> None:
+    kit = dispersing
+    kit.manager.store_encoded("x", on_device(3))
+    kit.manager.store_encoded("y", encoded(4))
+    if spilled:
+        kit.manager.evict_all()
+    assert (kit.manager.arriving_nbytes("x"), kit.manager.arriving_nbytes("y")) == (NBYTES - 10, 0)
+    assert not kit.elsewhere
+    rest = kit.manager.get("x")
+    assert type(rest) is Rest
+    assert kit.manager.get("x") is rest
+    assert type(kit.manager.get("y")) is np.ndarray  # nothing of it is on a device
+    np.testing.assert_array_equal(kit.elsewhere["x"][0], value(3))
+    assert kit.elsewhere["x"][1] == NBYTES
+    assert list(kit.elsewhere) == ["x"]
+    assert kit.manager.arriving_nbytes("x") == 0
+    assert kit.manager.memory_total() == 10 + NBYTES
+    # Its record, if there is one, would bring it back once more.
+    assert kit.store.statistics().records == (1 if spilled else 0)
+    kit.manager.evict_all()
+    assert kit.manager.get("x") is rest
+    assert kit.manager.memory_total() == 10
+    assert kit.manager.statistics().unspillable == 1
+
+
+def test_it_is_decoded_while_it_is_written(dispersing: Kit) -> None:
+    kit = dispersing
+    gate = kit.store.before["write"] = Gate()
+    kit.manager.store_encoded("x", on_device(3))
+    with ThreadPoolExecutor(1) as threads:
+        eviction = threads.submit(kit.manager.evict_all)
+        assert gate.arrived.acquire(timeout=TIMEOUT)
+        rest = kit.manager.get("x")
+        kit.manager.validate()
+        gate.open()
+        eviction.result(TIMEOUT)
+    assert kit.manager.get("x") is rest
+    assert kit.manager.memory_total() == 10
+    assert kit.store.statistics().records == 0
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_it_is_passed_on_as_what_it_is(dispersing: Kit, spilled: bool) -> None:
+    kit = dispersing
+    kit.manager.store_encoded("x", on_device(3))
+    if spilled:
+        kit.manager.evict_all()
+    found = exported(kit.manager, "x")["x"]
+    assert (type(found), found.nbytes, found.device_nbytes) == (Encoded, NBYTES, NBYTES - 10)
+    assert not kit.elsewhere
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_no_room_on_the_device_is_said_of_the_key_and_may_pass(dispersing: Kit, spilled: bool) -> None:
+    kit = dispersing
+    loads = kit.serializer.loads
+    kit.manager.store_encoded("x", on_device(3))
+    if spilled:
+        kit.manager.evict_all()
+
+    def fail(header: bytes, frames: object) -> object:
+        raise MemoryError("full")
+
+    kit.serializer.loads = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match=r"value of 'x'.* 790 bytes on the device.*full"):
+        kit.manager.get("x")
+    kit.serializer.loads = loads  # type: ignore[method-assign]
+    assert kit.manager.arriving_nbytes("x") == NBYTES - 10
+    assert type(kit.manager.get("x")) is Rest
+
+
+def test_a_closed_manager_still_decodes_what_it_has(dispersing: Kit) -> None:
+    kit = dispersing
+    kit.manager.store_encoded("x", on_device(3))
+    kit.manager.close()
+    np.testing.assert_array_equal(kit.manager.get("x"), value(3))
+    assert not kit.elsewhere

@@ -74,6 +74,7 @@ class SpillEvents:
         "complete_spill": 5,
         "fail_spill": 4,
         "correct_size": 3,
+        "hollow": 1,
         "retry": 2,
         "begin_restore": 5,
         "begin_prefetch": 4,
@@ -247,6 +248,11 @@ class SpillEvents:
         """Serialising taught something about a size."""
         if (pid := self._known(c)) is not None:
             self.oracle.correct_size(pid, c.size)
+
+    def hollow(self, c: Choices) -> None:
+        """Most of what a value has is somewhere else now."""
+        if pids := self.oracle.where(lambda value: value.memory):
+            self.oracle.hollow(pick(pids, c.i), c.size)
 
     def retry(self, c: Choices) -> None:
         """Time has passed."""

@@ -129,6 +129,15 @@ class Oracle(Model):
         self._judge()
         assert value.move or not value.disk, f"{value} was stored anew, and what it was before is kept"
 
+    def hollow(self, pid: int, nbytes: int) -> None:
+        """See :meth:`SpillState.hollow`."""
+        value = self.values[pid]
+        value.nbytes, value.unspillable, value.renewed = nbytes, True, bool(value.move)
+        self.state.hollow(pid, nbytes)
+        self._judge()
+        assert value.memory, "what is left of a value must not leave memory"
+        assert value.move or not value.disk, f"most of {value} is elsewhere, and a record of all of it is kept"
+
     def remove(self, key: Hashable) -> None:
         """See :meth:`SpillState.remove`."""
         self.state.remove(key)
@@ -237,7 +246,7 @@ class Oracle(Model):
         self.state.fail_spill(pid, forever=forever)
         value = self.values[pid]
         value.move, value.record, value.renewed = "", 0, False
-        value.unspillable = forever
+        value.unspillable |= forever
         self.counts["spill_failures"] += 1
         value.blocked = value.barred = not forever
         self._judge()

@@ -13,7 +13,7 @@ from gpuspill import simulated
 from gpuspill.device.base import CopyPlan, DeviceError
 from gpuspill.errors import DataLostError, ManagerClosed
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import PickleSerializer
+from gpuspill.serialization import Encoded, PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import Gate, GatedStore, MemoryStore
 from gpuspill.tier import DeviceTier, Internal, Skeleton
@@ -499,6 +499,65 @@ def test_admission_pins_and_waits_for_room(make):
         assert rig.statistics().reserved_nbytes == 0
         assert rig.live() <= 4 * KB
     assert rig.statistics().pinned_nbytes == 0
+
+
+def send_in(rig, key, number):
+    """Put a value of 1 KiB on the device into the host's manager as the bytes that somebody sent."""
+    value = {"x": asarray(np.full(128, float(number))), "y": number}
+    header, frames = PickleSerializer().dumps(value)
+    frames = [memoryview(bytearray(frame)) for frame in frames]
+    rig.host.store_encoded(key, Encoded(header, frames, 2 * KB, KB))
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_a_value_that_came_as_bytes_is_on_the_device_once_it_is_decoded(rig, spilled):
+    send_in(rig, "x", 5)
+    if spilled:
+        rig.host.evict_all()
+    assert rig.live() == rig.statistics().units == 0
+    skeleton = rig.host.get("x")
+    assert type(skeleton) is Skeleton
+    assert rig.host.nbytes("x") == KB  # what is not on the device
+    assert rig.host.memory_total() == KB
+    assert rig.live() == rig.statistics().device_nbytes == KB
+    found = rig.tier.resolve(skeleton)
+    assert found["y"] == 5
+    np.testing.assert_array_equal(asnumpy(found["x"]), np.full(128, 5.0))
+    del found
+    rig.to_disk()
+    assert rig.live() == 0
+    np.testing.assert_array_equal(asnumpy(rig.tier.resolve(rig.host.get("x"))["x"]), np.full(128, 5.0))
+    del skeleton
+    rig.host.discard("x")
+    rig.tier.settle()
+    assert rig.statistics().units == 0
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_room_is_promised_to_what_is_going_to_be_decoded(make, later):
+    rig = make(limit=8 * KB)
+    for i in range(4):
+        rig.put(i, asarray(np.full(128, float(i))))
+    rig.to_host()
+    send_in(rig, "x", 7)
+    send_in(rig, "y", 8)
+    with rig.tier.admit("out", [rig.keys[0]], KB, {"x": KB, "y": KB}) as admission:
+        assert admission.wait(60)
+        assert rig.statistics().reserved_nbytes == 4 * KB
+        other = rig.tier.admit(None, [rig.keys[1]], 0, {"y": KB})  # promised to two: one of them decodes it
+        assert rig.host.get("x") is rig.host.look("x")
+        assert rig.statistics().reserved_nbytes == 3 * KB + 2 * KB
+        other.release()
+        values = {0: rig.keys[0], "x": rig.host.get("x"), "y": rig.host.get("y")}
+        if later:
+            found = rig.tier.resolve_later(values, admission).result(60)
+        else:
+            found = rig.tier.resolve_all(values, admission)
+        assert [float(asnumpy(found[key]["x"])[0]) for key in "xy"] == [7, 8]
+        assert rig.statistics().reserved_nbytes == KB  # for the output
+        assert rig.live() <= 4 * KB
+        del found, values
+    assert rig.statistics().reserved_nbytes == rig.statistics().pinned_nbytes == 0
 
 
 def test_deleted_while_pinned(rig):
