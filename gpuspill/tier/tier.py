@@ -153,6 +153,8 @@ class DeviceTier:
 
     def _disperse(self, key: Hashable, value: object, nbytes: int) -> tuple[object, int] | None:
         """Take over what a value has on the device that came to the host as bytes. See :mod:`gpuspill.decoding`."""
+        # Whoever uses it does so on a stream of its own.
+        self.device.synchronize()
         skeleton = self.proxify(value, key)
         if skeleton is value:
             return None

@@ -10,15 +10,19 @@ import pytest
 from dask.utils import typename
 from distributed import Client, LocalCluster, Worker, wait
 from distributed.utils_test import NO_AMM, async_poll_for, gen_test
+from distributed.worker_state_machine import FreeKeysEvent
 
 import gpuspill
 from gpuspill.core.residency import Tier
+from gpuspill.distributed import sending
 from gpuspill.distributed.sending import Parcel
 from gpuspill.distributed.wire import Window, Wire
 from gpuspill.simulated import Array, asarray, asnumpy
+from gpuspill.testing.stores import Gate
 from gpuspill.tier import Skeleton
 
 from .test_device import CHUNK, KB, checked, device, make, off_device, on_device, total  # noqa: F401
+from .test_transfer_failures import Recorder, arrived, opened
 
 #: Of the receivers' device.
 ROOM = 3 * CHUNK
@@ -268,6 +272,32 @@ async def test_what_cannot_be_serialised_is_left_to_distributed(c, s, a, b, devi
     )
     assert {key: type(value) for key, value in parcel.values.items()} == {x.key: list, y.key: Wire}
     parcel.release()
+
+
+@on_device(nthreads=TWO, limits=("100 MiB",), config={**NO_AMM, **SMALL})
+async def test_a_value_that_is_to_be_computed_while_it_arrives(c, s, a, b, device, monkeypatch):
+    x = c.submit(make, 3, workers=[a.address])
+    await wait(x)
+    recorder = Recorder(b, monkeypatch)
+    gate, as_wire = Gate(), sending._as_wire
+
+    def gated(value, nbytes):
+        gate.pass_through()
+        return as_wire(value, nbytes)
+
+    monkeypatch.setattr(sending, "_as_wire", gated)
+    async with opened(gate):
+        s.request_acquire_replicas(b.address, [x.key], stimulus_id="test")
+        await arrived(gate)
+        b.handle_stimulus(FreeKeysEvent(keys=[x.key], stimulus_id="test"))
+        s.send_task_to_worker(b.address, s.tasks[x.key])
+        await async_poll_for(lambda: b.state.tasks[x.key].state == "resumed", timeout=10)
+    await async_poll_for(lambda: x.key in recorder.types, timeout=10)
+    assert recorder.types[x.key].endswith(".Array")
+    await async_poll_for(lambda: b.state.tasks[x.key].state == "memory", timeout=10)
+    assert b.data.is_ready(x.key)
+    statistics = await checked(b)
+    assert (statistics.device_nbytes, statistics.reserved_nbytes) == (CHUNK, 0)
 
 
 @pytest.mark.cluster
