@@ -16,6 +16,7 @@ class ParkedKey(Internal):
     """Key of a value that a task has parked."""
 
     __slots__ = ()
+    called = "parked value"
 
 
 class ParkedKeys:

@@ -30,6 +30,7 @@ class _Record(Internal):
     """Key of a record in the host's manager."""
 
     __slots__ = ()
+    called = "bytes that left the device: record"
 
 
 class HostRecords(Store):

@@ -22,15 +22,22 @@ Dead: TypeAlias = "deque[tuple[bool, tuple[Unit, ...]]]"
 
 
 class Internal:
-    """A key of a manager that is gpuspill's own: nobody who lists keys sees it. Compares by identity."""
+    """A key of a manager that is gpuspill's own: nobody who lists keys sees it. Compares by identity.
+
+    Attributes
+    ----------
+    called
+        What messages call it, before its number: they are read by people who do not know its class.
+    """
 
     __slots__ = ("__weakref__", "number")
+    called = "internal value"
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__.strip('_').lower()} {self.number}>"
+        return f"<{self.called} {self.number}>"
 
     def __reduce__(self) -> Any:
         # Errors name keys, and travel.
@@ -55,6 +62,7 @@ class Unit(Internal):
     """
 
     __slots__ = ("arrays", "estimated", "nbytes", "references", "users")
+    called = "device allocation"
 
     def __init__(self, number: int, nbytes: int, *, estimated: bool = False) -> None:
         super().__init__(number)

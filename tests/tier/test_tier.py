@@ -584,6 +584,13 @@ def test_resolving_later(rig):
     assert rig.statistics().pinned_nbytes == 0
 
 
+def test_messages_call_what_has_no_key_by_what_it_is(rig):
+    rig.put("x", asarray(np.ones(4)))
+    rig.to_host()
+    assert list(map(repr, rig.tier.manager.keys())) == ["<device allocation 1>"]
+    assert list(map(repr, rig.host.keys())) == ["<bytes that left the device: record 1>"]
+
+
 def test_a_lost_record_is_reported_under_the_key(rig, caplog):
     caplog.set_level(logging.CRITICAL, "gpuspill")  # what is logged is kept, and with it the traceback
     rig.put("x", asarray(np.arange(10.0)))
