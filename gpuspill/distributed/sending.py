@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,45 @@ from gpuspill.tier import DeviceTier, Skeleton
 if TYPE_CHECKING:
     from gpuspill.distributed.attachment import Attachment
 
-__all__ = ["Parcel", "pack"]
+__all__ = ["Parcel", "Receiver", "pack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """What the other side of a connection can do with what it is sent.
+
+    Attributes
+    ----------
+    form
+        What it gets for a value that is not in memory.
+    by_system
+        Whether nobody but the system looks at the bytes on this side: then they may lie in memory that is a file's.
+    same_process
+        Whether it is in this process, and gets the objects themselves.
+    takes_device_memory
+        Whether what is on a device goes to its device without coming to the host's memory.
+    serializers
+        The families that it takes; None for distributed's own choice.
+    substitute
+        Makes what it gets for a value that is lost for good; None if it cannot be given anything.
+    """
+
+    form: Form
+    by_system: bool = False
+    same_process: bool = False
+    takes_device_memory: bool = False
+    serializers: Collection[str] | None = None
+    substitute: Callable[[DataLostError], LostValue] | None = None
+
+    @property
+    def borrows(self) -> bool:
+        """Whether bytes of a record may lie in memory that is the file's. What is decoded stays with the receiver."""
+        return self.by_system and self.form != "value"
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether it wants what is on a device as bytes, which it decodes when they are needed."""
+        return self.form == "wire" and not (self.same_process or self.takes_device_memory)
 
 
 class Parcel:
@@ -59,13 +98,8 @@ class Parcel:
     async def fill(
         self,
         keys: Iterable[Any],
-        form: Form,
+        receiver: Receiver,
         type_of: Callable[[Any], type | None],
-        *,
-        borrow: bool,
-        serializers: Collection[str] | None,
-        shared: bool,
-        direct: bool,
     ) -> None:
         """Pin the values of `keys` and get ready what to send. After a failure or a cancellation, release it.
 
@@ -73,18 +107,10 @@ class Parcel:
         ----------
         keys
             Those that are unknown are left out.
-        form
-            What to send for a value that is not in memory.
+        receiver
+            For whom.
         type_of
             Returns the type of the value of a key, if it is known.
-        borrow
-            Whether nobody but the system looks at what is sent as bytes: then it may lie in memory that is the file's.
-        serializers
-            The families that the receiver takes; None for distributed's own choice.
-        shared
-            Whether the receiver gets the objects themselves, being in this process.
-        direct
-            Whether the network takes what is on a device from there.
 
         Raises
         ------
@@ -92,29 +118,28 @@ class Parcel:
             One of them is lost.
         """
         manager = self._manager
-        borrow = borrow and form != "value"  # what is decoded stays with the receiver
         self._pins = manager.pin(keys)
         missing = manager.missing_nbytes(self._pins)
         if missing:
             await self._window.take(missing)
             self._taken = missing
-            if not borrow:
+            if not receiver.borrows:
                 self._window.buffered()
-        exported = await asyncio.wrap_future(manager.export(self._pins, borrow=borrow))
+        exported = await asyncio.wrap_future(manager.export(self._pins, borrow=receiver.borrows))
         for key, value in exported.items():
             if not isinstance(value, Encoded):
                 self.values[key] = value
-            elif form == "value" or value.header == FOREIGN_HEADER:
+            elif receiver.form == "value" or value.header == FOREIGN_HEADER:
                 # Decoded for the receiver alone: putting it into the store would push something else out. Of a record
                 # that distributed's own buffer wrote, nobody but its own reader makes sense.
-                self.values[key] = await self._decoded(value, serializers, shared=shared)
+                self.values[key] = await self._decoded(value, receiver)
             else:
-                self.values[key] = wrap(value, form, type_of(key))
+                self.values[key] = wrap(value, receiver.form, type_of(key))
         if self._tier is not None:
-            if form == "wire" and not (shared or direct):
+            if receiver.keeps_bytes:
                 await self._wrap(self._tier)
-            elif not shared:
-                await self._turn_into_bytes(self._tier, serializers)
+            elif not receiver.same_process:
+                await self._turn_into_bytes(self._tier, receiver.serializers)
             self.values = await asyncio.wrap_future(self._tier.resolve_later(self.values))
 
     async def _turn_into_bytes(self, tier: DeviceTier, serializers: Collection[str] | None) -> None:
@@ -154,16 +179,16 @@ class Parcel:
         finally:
             admission.release()
 
-    async def _decoded(self, encoded: Encoded, serializers: Collection[str] | None, *, shared: bool) -> Any:
+    async def _decoded(self, encoded: Encoded, receiver: Receiver) -> Any:
         """Return the value of bytes, or, where that takes room on the device, what stands for it in a message."""
         manager, tier = self._manager, self._tier
-        if shared or tier is None or not encoded.device_nbytes:
+        if receiver.same_process or tier is None or not encoded.device_nbytes:
             return await asyncio.wrap_future(manager.decode(encoded))
         admission = tier.admit(None, (), encoded.device_nbytes)
         try:
             await granted(admission)
             value = await asyncio.wrap_future(manager.decode(encoded))
-            return await offload(_serialized, value, serializers)
+            return await offload(_serialized, value, receiver.serializers)
         finally:
             admission.release()
 
@@ -203,29 +228,21 @@ async def pack(
     worker: Any,
     attachment: Attachment,
     keys: Collection[Any],
-    form: Form,
+    receiver: Receiver,
     type_of: Callable[[Any], type | None],
-    substitute: Callable[[DataLostError], LostValue] | None,
-    *,
-    borrow: bool,
-    serializers: Collection[str] | None = None,
-    shared: bool = False,
-    direct: bool = False,
 ) -> Parcel:
     """Get ready what is there of `keys`.
 
     A key that is lost is left out, and the scheduler has been told when this returns. If nothing can recompute it and
-    there is a `substitute`, the receiver gets that in its place.
+    the receiver can be given a substitute, it gets that in its place.
     """
-    store = attachment.store
+    store, substitute = attachment.store, receiver.substitute
     lost: dict[Any, Any] = {}
     while True:
         parcel = Parcel(store.manager, attachment.window, store.tier)
         try:
             wanted = (key for key in keys if key not in lost)
-            await parcel.fill(
-                wanted, form, type_of, borrow=borrow, serializers=serializers, shared=shared, direct=direct
-            )
+            await parcel.fill(wanted, receiver, type_of)
             parcel.values |= lost
             if store.has_lost_values:
                 for key in [key for key, value in parcel.values.items() if isinstance(value, LostValue)]:

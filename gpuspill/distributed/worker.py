@@ -46,7 +46,7 @@ from gpuspill.distributed.internals import (
     speaks_gpuspill,
 )
 from gpuspill.distributed.jobs import Job, granted
-from gpuspill.distributed.sending import Parcel, pack
+from gpuspill.distributed.sending import Parcel, Receiver, pack
 from gpuspill.distributed.views import ClosedView, LostValue, Poison, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
 from gpuspill.errors import DataLostError, ManagerClosed
@@ -125,7 +125,7 @@ def spilling_class(base: Any) -> Any:
             serializers: list[str] | None = None,
         ) -> Any:
             attachment = self._gpuspill
-            if attachment is None or is_busy(self, comm) or _sends_as_it_is(attachment, comm, keys, serializers):
+            if attachment is None or is_busy(self, comm) or _sends_as_it_is(attachment, comm, keys, who, serializers):
                 return await super().get_data(comm, keys, who=who, serializers=serializers)
             # Counted as outgoing while values are read, so that a worker that is busy reading is busy for others too.
             self.transfer_outgoing_count += 1
@@ -339,65 +339,49 @@ def _prepares_inputs(executor: Any) -> bool:
 async def _pack(
     worker: Any, comm: Any, keys: Collection[Any], who: str | None, serializers: Collection[str] | None
 ) -> Parcel:
-    return await pack(
-        worker,
-        worker._gpuspill,
-        keys,
-        _form_for(comm, serializers),
-        partial(_known_type, worker),
-        _substitute_for(comm, who),
-        borrow=_sent_by_system(comm),
-        serializers=serializers,
-        shared=_same_process(comm),
-        direct=_takes_device_memory(comm),
-    )
+    return await pack(worker, worker._gpuspill, keys, _receiver(comm, who, serializers), partial(_known_type, worker))
 
 
 def _sends_as_it_is(
-    attachment: Attachment, comm: Any, keys: Collection[Any], serializers: Collection[str] | None
+    attachment: Attachment, comm: Any, keys: Collection[Any], who: str | None, serializers: Collection[str] | None
 ) -> bool:
     """Whether all of `keys` are in memory, stay there, and are sent as distributed sends values."""
     if not attachment.at_ease(keys):
         return False
-    if attachment.store.tier is None or _form_for(comm, serializers) != "wire":
+    if attachment.store.tier is None or not _receiver(comm, who, serializers).keeps_bytes:
         return True
-    return _same_process(comm) or _takes_device_memory(comm) or not attachment.store.any_on_device(keys)
+    return not attachment.store.any_on_device(keys)
+
+
+def _receiver(comm: Any, who: str | None, serializers: Collection[str] | None) -> Receiver:
+    """Find out what the other side of a connection takes. `who` is a worker's address, or None for others."""
+    address = str(comm.peer_address)
+    knows_us, same_process = speaks_gpuspill(comm), address.startswith("inproc://")
+    form: Form = "serialized"
+    if serializers is not None or (same_process and not knows_us):
+        form = "value"
+    elif knows_us:
+        form = "wire"
+    substitute: Any = None
+    if who is not None:
+        substitute = LostValue if knows_us else None
+    elif not same_process:
+        # A client that gets an answer without its key asks again; one in this process does not unpickle.
+        substitute = Poison
+    return Receiver(
+        form,
+        # To encrypt them, this process would read the bytes.
+        by_system=address.startswith("tcp://"),
+        same_process=same_process,
+        takes_device_memory=address.startswith(("ucx://", "ucxx://")),
+        serializers=serializers,
+        substitute=substitute,
+    )
 
 
 def _known_type(worker: Any, key: Any) -> type | None:
     ts = worker.state.tasks.get(key)
     return None if ts is None or ts.type is Wire else ts.type
-
-
-def _form_for(comm: Any, serializers: Collection[str] | None) -> Form:
-    """Choose what a peer gets for a value that is on disk, or has something on a device."""
-    if serializers is not None:
-        return "value"
-    if speaks_gpuspill(comm):
-        return "wire"
-    return "value" if _same_process(comm) else "serialized"
-
-
-def _sent_by_system(comm: Any) -> bool:
-    """Whether only the system reads the bytes, and says so if it cannot. To encrypt them, this process would."""
-    return str(comm.peer_address).startswith("tcp://")
-
-
-def _same_process(comm: Any) -> bool:
-    return str(comm.peer_address).startswith("inproc://")
-
-
-def _takes_device_memory(comm: Any) -> bool:
-    """Whether what is on a device goes to the other side's device without coming to the host's memory."""
-    return str(comm.peer_address).startswith(("ucx://", "ucxx://"))
-
-
-def _substitute_for(comm: Any, who: str | None) -> Any:
-    """Return what a peer can be given for a value that is lost for good: something that raises when it is read."""
-    if who is not None:
-        return LostValue if speaks_gpuspill(comm) else None
-    # A client that gets an answer without its key asks again; one in this process does not unpickle.
-    return None if _same_process(comm) else Poison
 
 
 # -- receiving -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 # ruff: noqa: F811
 
 import asyncio
+from types import SimpleNamespace
 
 import dask
 import numpy as np
@@ -15,7 +16,10 @@ from distributed.worker_state_machine import FreeKeysEvent
 import gpuspill
 from gpuspill.core.residency import Tier
 from gpuspill.distributed import sending
-from gpuspill.distributed.sending import Parcel
+from gpuspill.distributed import worker as worker_module
+from gpuspill.distributed.internals import PROTOCOL_VERSION
+from gpuspill.distributed.sending import Parcel, Receiver
+from gpuspill.distributed.views import LostValue, Poison
 from gpuspill.distributed.wire import Window, Wire
 from gpuspill.simulated import Array, asarray, asnumpy
 from gpuspill.testing.stores import Gate
@@ -232,11 +236,15 @@ async def test_what_is_sent_is_made_a_value_at_a_time(c, s, a, b, device):
     tier.manager.set_limit(2 * CHUNK, None)
     assert await c.submit(total, xs[0], workers=[a.address]) == 0  # one of them is there again
     sent = {}
-    for name, options in {"direct": {"direct": True}, "shared": {"shared": True}, "bytes": {}}.items():
+    receivers = {
+        "direct": Receiver("wire", takes_device_memory=True),
+        "shared": Receiver("wire", same_process=True),
+        "bytes": Receiver("wire"),
+    }
+    for name, receiver in receivers.items():
         parcel = Parcel(a.data.manager, Window(2**20), tier)
         chosen = [x.key for x in (xs if name == "bytes" else xs[:1])]
-        options = {"shared": False, "direct": False, **options}
-        await parcel.fill([*chosen, z.key], "wire", lambda key: None, borrow=False, serializers=None, **options)
+        await parcel.fill([*chosen, z.key], receiver, lambda key: None)
         sent[name] = [type(value) for value in parcel.values.values()]
         if name == "bytes":
             assert tier.statistics().device_nbytes <= 2 * CHUNK
@@ -249,6 +257,30 @@ async def test_what_is_sent_is_made_a_value_at_a_time(c, s, a, b, device):
             del wire
         parcel.release()
     assert sent == {"bytes": [Wire] * 6 + [int], "direct": [Array, int], "shared": [Array, int]}
+
+
+@pytest.mark.parametrize(
+    ("address", "knows_us", "who", "serializers", "expected"),
+    [
+        ("tcp://1", True, "tcp://1", None, Receiver("wire", by_system=True, substitute=LostValue)),
+        ("tls://1", True, "tls://1", None, Receiver("wire", substitute=LostValue)),
+        ("ucx://1", True, "ucx://1", None, Receiver("wire", takes_device_memory=True, substitute=LostValue)),
+        ("ucxx://1", True, "ucxx://1", None, Receiver("wire", takes_device_memory=True, substitute=LostValue)),
+        ("inproc://1", True, "inproc://1", None, Receiver("wire", same_process=True, substitute=LostValue)),
+        ("inproc://1", False, "inproc://1", None, Receiver("value", same_process=True)),
+        ("tcp://1", False, "tcp://1", None, Receiver("serialized", by_system=True)),
+        ("tcp://1", False, None, None, Receiver("serialized", by_system=True, substitute=Poison)),
+        ("inproc://1", False, None, None, Receiver("value", same_process=True)),
+        ("tcp://1", True, None, ["pickle"], Receiver("value", True, serializers=["pickle"], substitute=Poison)),
+    ],
+)
+def test_what_each_receiver_takes(address, knows_us, who, serializers, expected):
+    info = {"gpuspill": PROTOCOL_VERSION} if knows_us else {}
+    comm = SimpleNamespace(peer_address=address, remote_info=info)
+    receiver = worker_module._receiver(comm, who, serializers)
+    assert receiver == expected
+    assert receiver.keeps_bytes == (knows_us and address[:3] in ("tcp", "tls") and serializers is None)
+    assert receiver.borrows == (address.startswith("tcp") and serializers is None)
 
 
 class Unsendable:
@@ -267,9 +299,7 @@ async def test_what_cannot_be_serialised_is_left_to_distributed(c, s, a, b, devi
     y = c.submit(make, 2, workers=[a.address])
     await wait([x, y])
     parcel = Parcel(a.data.manager, Window(2**20), a.data.tier)
-    await parcel.fill(
-        [x.key, y.key], "wire", lambda key: None, borrow=False, serializers=None, shared=False, direct=False
-    )
+    await parcel.fill([x.key, y.key], Receiver("wire"), lambda key: None)
     assert {key: type(value) for key, value in parcel.values.items()} == {x.key: list, y.key: Wire}
     parcel.release()
 

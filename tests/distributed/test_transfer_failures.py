@@ -18,7 +18,7 @@ from distributed.worker_state_machine import FreeKeysEvent
 import gpuspill
 from gpuspill.distributed import worker as hooks
 from gpuspill.distributed.attachment import attach
-from gpuspill.distributed.sending import pack
+from gpuspill.distributed.sending import Receiver, pack
 from gpuspill.distributed.wire import Window, Wire
 from gpuspill.errors import StorageFull
 from gpuspill.storage.wrappers import FaultyStore, nth
@@ -70,7 +70,7 @@ async def test_giving_up_while_it_is_read(form):
         (x,) = await spilled(c, a)
         gate = gated_reads(a)
         async with opened(gate):
-            packing = asyncio.create_task(pack(a, attached(a), [x.key], form, no_type, None, borrow=True))
+            packing = asyncio.create_task(pack(a, attached(a), [x.key], Receiver(form, by_system=True), no_type))
             await arrived(gate)
             assert attached(a).window.used > 0
             assert a.data.manager._metadata.state.ledger.keys[x.key].pins == 1
@@ -91,7 +91,7 @@ async def test_giving_up_in_the_line():
         gate = gated_reads(a)
         async with opened(gate):
             first, second, third = (
-                asyncio.create_task(pack(a, attached(a), [key], "wire", no_type, None, borrow=True))
+                asyncio.create_task(pack(a, attached(a), [key], Receiver("wire", by_system=True), no_type))
                 for key in (x.key, y.key, y.key)
             )
             await arrived(gate)
@@ -123,7 +123,7 @@ async def test_giving_up_while_it_is_decoded(monkeypatch):
 
         monkeypatch.setattr(serializer, "loads", gated)
         async with opened(gate):
-            packing = asyncio.create_task(pack(a, attached(a), [x.key], "value", no_type, None, borrow=True))
+            packing = asyncio.create_task(pack(a, attached(a), [x.key], Receiver("value", by_system=True), no_type))
             await arrived(gate)
             packing.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -140,7 +140,8 @@ async def test_the_window_bounds_what_is_read():
         gate = gated_reads(a)
         async with opened(gate):
             packings = [
-                asyncio.create_task(pack(a, attached(a), [x.key], "wire", no_type, None, borrow=True)) for x in xs
+                asyncio.create_task(pack(a, attached(a), [x.key], Receiver("wire", by_system=True), no_type))
+                for x in xs
             ]
             await arrived(gate, 2)
             assert window.used <= window._limit
