@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from textwrap import shorten
 
 from gpuspill.core.backoff import Backoff
@@ -15,6 +15,7 @@ from gpuspill.errors import QuotaExceeded, StorageError, StorageFull, cut_loose
 from gpuspill.metadata import Metadata
 from gpuspill.observer import Observer
 from gpuspill.serialization import Encoded, Serializer
+from gpuspill.slots import Slot
 from gpuspill.storage.base import Frame, Receipt, Store, frame_nbytes
 
 __all__ = ["Spiller"]
@@ -140,9 +141,9 @@ class Spiller:
         middle = clock()
         with metadata as state:
             if self._sizes is not None and slot.kind is not Encoded:
-                corrected = self._sizes.learn(slot.kind, slot.sizeof, raw)
-                if corrected is not None:
-                    state.correct_size(pid, corrected)
+                right = self._sizes.learn(slot.kind, slot.sizeof, raw)
+                if right != (slot.apart_nbytes if slot.parts else slot.nbytes):
+                    state.correct_size(pid, right)
             allowed = state.reserve_record(pid, raw)
         # On leaving the block the records that were given up for this one have been deleted.
         if not allowed:
@@ -151,8 +152,7 @@ class Spiller:
                 "quota",
                 "the disk limit of %s bytes (%s) is used up; values stay in memory. Release data, add workers, "
                 "or raise the limit",
-                f"{metadata.state.disk.limit:,}",
-                metadata.disk_limit_from,
+                lambda: (f"{metadata.state.disk.limit:,}", metadata.disk_limit_from),
             )
             self._fail(pid, None, forever=False)
             return
@@ -251,41 +251,47 @@ class Spiller:
 
     def _fail(self, pid: int, error: BaseException | None, *, forever: bool) -> None:
         slot = self._metadata.slots[pid]
-        if error is not None and forever:
+        try:
+            if error is not None:
+                self._report(slot, error, forever)
+        finally:
+            if error is not None:
+                cut_loose(error)
+            with self._metadata as state:
+                if not forever:
+                    self._blocked.failed(self._metadata.clock(), again=bool(state.ledger.entries[pid].refusals))
+                state.fail_spill(pid, forever=forever)
+
+    def _report(self, slot: Slot, error: BaseException, forever: bool) -> None:
+        """Log why a value stays in memory, once of each kind. Raises nothing, whatever the value's type does."""
+        if forever:
+            kind = f"{_shown(lambda: slot.kind.__module__)}.{_shown(lambda: slot.kind.__qualname__)}"
             self._log_once(
-                f"unspillable {slot.kind}",
-                "cannot serialise the value of %r (%s.%s), it stays in memory; "
+                f"unspillable {kind}",
+                "cannot serialise the value of %s (%s), it stays in memory; "
                 "further values of this type are not reported: %s: %s",
-                slot.key,
-                slot.kind.__module__,
-                slot.kind.__qualname__,
-                type(error).__name__,
-                shorten(str(error), 500, placeholder=" ..."),  # some show the whole value
+                lambda: (_shown(lambda: repr(slot.key)), kind, type(error).__name__, _shown(lambda: str(error))),
             )
-        elif error is not None:
-            self._log_once(
-                f"storage {type(error).__name__} {getattr(error, 'errno', None)}",
-                "could not spill %r, it stays in memory and is tried again: %s: %s%s",
-                slot.key,
+            return
+        self._log_once(
+            f"storage {type(error).__name__} {getattr(error, 'errno', None)}",
+            "could not spill %s, it stays in memory and is tried again: %s: %s%s",
+            lambda: (
+                _shown(lambda: repr(slot.key)),
                 type(error).__name__,
-                error,
+                _shown(lambda: str(error)),
                 f". To leave room to others, set {self._metadata.disk_limit_from}"
                 if isinstance(error, StorageFull)
                 else "",
-            )
-        if error is not None:
-            cut_loose(error)
-        with self._metadata as state:
-            if not forever:
-                self._blocked.failed(self._metadata.clock(), again=bool(state.ledger.entries[pid].refusals))
-            state.fail_spill(pid, forever=forever)
+            ),
+        )
 
-    def _log_once(self, what: str, message: str, *args: object) -> None:
+    def _log_once(self, what: str, message: str, arguments: Callable[[], tuple[object, ...]]) -> None:
         with self._metadata:
             if what in self._logged:
                 return
             self._logged.add(what)
-        logger.warning(message, *args)
+        logger.warning(message, *arguments())
 
 
 def _over_quota(nbytes: int, limit: int | None, named: str) -> QuotaExceeded:
@@ -295,3 +301,11 @@ def _over_quota(nbytes: int, limit: int | None, named: str) -> QuotaExceeded:
 def _is_for_caller(error: BaseException) -> bool:
     """Whether an error is none of the value's: somebody interrupts the program, whose main thread this is."""
     return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
+
+
+def _shown(make: Callable[[], str]) -> str:
+    """Return a text, or the beginning of a long one, for some show the whole value; what is wrong if it raises."""
+    try:
+        return shorten(make()[:5000], 500, placeholder=" ...")
+    except Exception as error:
+        return f"<cannot be shown: {type(error).__name__}>"

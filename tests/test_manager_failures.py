@@ -42,6 +42,56 @@ def test_what_cannot_be_pickled_stays_and_stops_nobody(kit, caplog, kind, messag
     assert manager.statistics().unspillable == 0
 
 
+class _Unshowable(type):
+    def __repr__(cls):
+        raise ValueError("nor this")
+
+    @property
+    def __module__(cls):
+        raise ValueError("nor where it comes from")
+
+
+class _Mute(TypeError):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+class _Sulking(Thing, metaclass=_Unshowable):
+    def __reduce__(self):
+        raise _Mute
+
+
+class _Key(str):
+    __slots__ = ()
+
+    def __repr__(self):
+        raise ValueError("no name")
+
+
+@pytest.mark.parametrize("key", ["bad", _Key("bad")])
+def test_nothing_of_what_cannot_be_pickled_can_be_shown(kit, caplog, key):
+    """Composing the message must not leave the spill in flight, for which others would wait for ever."""
+    kit.manager.store(key, _Sulking())
+    kit.manager.store("good", Thing())
+    assert squeeze(kit) == float("inf")
+    assert list(kit.manager.keys_in(Tier.HOST)) == ["bad"]
+    assert kit.manager.statistics().unspillable == 1
+    assert "<cannot be shown: ValueError>" in caplog.text
+    assert kit.manager.reserve(10**9).granted
+    kit.manager.validate()
+
+
+def test_the_message_of_an_error_is_not_the_whole_value(kit, caplog):
+    class Talking(Thing):
+        def __reduce__(self):
+            raise TypeError("word " * 100_000)
+
+    kit.manager.store("bad", Talking())
+    squeeze(kit)
+    assert len(caplog.text) < 2000
+    assert "word word" in caplog.text
+
+
 def test_a_value_that_would_end_the_thread_does_not(kit, caplog):
     kit.manager.store("bad", Exiting())
     kit.manager.store("good", Thing())

@@ -56,6 +56,19 @@ def test_a_hidden_size_is_learned_and_corrected(kit):
     assert manager.memory_total() == 0
 
 
+def test_what_is_charged_too_much_for_what_others_hid_is_corrected_when_it_is_written(kit):
+    manager = kit.manager
+    manager.store("hides", Thing(bytes(1_000_000)), 56)
+    kit.spill("hides")
+    manager.store("honest", Thing(), 100)
+    assert manager.nbytes("honest") > 100_000
+    kit.spill("honest")
+    assert manager.nbytes("honest") == 100
+    manager.get("honest")
+    assert manager.nbytes("honest") == 100
+    assert manager.memory_total() == 100
+
+
 def test_pinned_bytes_are_those_in_memory(kit):
     manager = kit.manager
     manager.store("a", Thing(), 100)

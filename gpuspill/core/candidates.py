@@ -13,6 +13,7 @@ meanwhile: that makes no room on disk.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from gpuspill.core.ledger import Entry, Ledger
@@ -57,8 +58,9 @@ class Candidates:
         self._keys = ledger.keys
         self._entries = ledger.entries
         self._is_held = held
-        self._held: dict[int, None] = {}
-        self._blocked: dict[int, None] = {}
+        # To find the first of a plain dictionary takes a look at each one before it that has gone.
+        self._held: OrderedDict[int, None] = OrderedDict()
+        self._blocked: OrderedDict[int, None] = OrderedDict()
         self._freed = 0  # bytes of records that went since values are blocked, and for which none was tried again
 
     @property

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from sys import getsizeof
 
 from gpuspill.core.residency import Residency, Tier
 
 __all__ = ["Entry", "Ledger"]
+
+#: With so few keys left, a dictionary that takes more bytes than this has had many times as many.
+_FEW, _SPARSE_NBYTES = 32, 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +78,14 @@ class Entry(Residency):
     leaving: int = 0
     loose: bool = False
 
+    def release_key(self, key: Hashable) -> None:
+        """`key` does not hold it any more."""
+        keys = self.keys
+        del keys[key]
+        # A dictionary keeps the places of those that have gone, and looks at each one to find those that are left.
+        if len(keys) <= _FEW and getsizeof(keys) > _SPARSE_NBYTES:
+            self.keys = dict.fromkeys(keys)
+
     @property
     def needed(self) -> bool:
         """Whether a key, a pin, a move or another value needs it."""
@@ -126,7 +138,7 @@ class Ledger:
         if before is entry:
             return None
         if before is not None:
-            del before.keys[key]
+            before.release_key(key)
         self.keys[key] = entry
         entry.keys[key] = None
         return before
@@ -134,7 +146,7 @@ class Ledger:
     def unbind(self, key: Hashable) -> Entry:
         """Forget `key`; return what it held. KeyError if unknown."""
         entry = self.keys.pop(key)
-        del entry.keys[key]
+        entry.release_key(key)
         return entry
 
     def forget(self, entry: Entry) -> None:

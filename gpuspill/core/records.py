@@ -6,6 +6,8 @@ is given up, the oldest first, for a record that holds the only copy of somethin
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from gpuspill.core.budget import Budget, Kind, Reservation
 from gpuspill.core.candidates import Candidates
 from gpuspill.core.effects import Counters, Effects
@@ -56,7 +58,8 @@ class Records:
         self._candidates = candidates
         self._effects = effects
         self._counters = counters
-        self._redundant: dict[int, None] = {}  # oldest first
+        # Oldest first. To find the first of a plain dictionary takes a look at each one before it that has gone.
+        self._redundant: OrderedDict[int, None] = OrderedDict()
         self._redundant_nbytes = 0
 
     # -- a record is going to be written -------------------------------------------------------------

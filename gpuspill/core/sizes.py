@@ -3,14 +3,22 @@
 ``sizeof`` can be far off: 8 kB for a frame that holds 10 MB of strings, 56 bytes for an object with
 an 8 MB attribute. A value that is taken for small is never evicted and memory runs over. When a
 value is serialised its bytes are counted anyway; if they are many more than was charged, the charge
-is corrected, and the next values of the same type are charged accordingly from the start.
+is corrected, and the next values of the same type are charged accordingly from the start. If that
+was too much for one of them, its charge is corrected when it is serialised in turn.
+
+A list, a tuple or a dictionary says nothing about the next one: from them nothing is learned for others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 __all__ = ["SizeModel"]
+
+
+#: What is in one of these has nothing to do with what is in another.
+_CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
 
 
 @dataclass(slots=True)
@@ -38,7 +46,7 @@ class SizeModel:
     tolerance: float = 1.5
     weight: float = 0.5
     minimum: int = 4096
-    _observed: dict[type, _Observed] = field(default_factory=dict)
+    _observed: WeakKeyDictionary[type, _Observed] = field(default_factory=WeakKeyDictionary)
 
     def estimate(self, kind: type, nbytes: int) -> int:
         """Bytes to charge for a value of type `kind` whose ``sizeof`` is `nbytes`.
@@ -51,7 +59,7 @@ class SizeModel:
             return nbytes
         return max(nbytes, int(min(nbytes * seen.factor, seen.largest)))
 
-    def learn(self, kind: type, nbytes: int, serialized: int) -> int | None:
+    def learn(self, kind: type, nbytes: int, serialized: int) -> int:
         """Compare ``sizeof`` with the serialised size.
 
         Parameters
@@ -65,16 +73,16 @@ class SizeModel:
 
         Returns
         -------
-        int or None
-            The bytes to charge instead, or None if what ``sizeof`` said was about right.
+        int
+            The bytes to charge: those, or what ``sizeof`` said if that was about right.
         """
         wrong = serialized > self.minimum and serialized > self.tolerance * max(nbytes, 1)
         seen = self._observed.get(kind)
-        if wrong or seen is not None:
+        if kind not in _CONTAINERS and (wrong or seen is not None):
             factor = max(1.0, serialized / max(nbytes, 1))
             if seen is None:
                 self._observed[kind] = _Observed(factor, serialized)
             else:
                 seen.factor += self.weight * (factor - seen.factor)
                 seen.largest = max(serialized, seen.largest + self.weight * (serialized - seen.largest))
-        return serialized if wrong else None
+        return serialized if wrong else nbytes

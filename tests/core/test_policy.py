@@ -4,6 +4,7 @@ import math
 import random
 from collections import defaultdict
 from functools import partial
+from sys import getsizeof
 
 import pytest
 from hypothesis import given, settings
@@ -363,6 +364,24 @@ def test_a_key_more_costs_the_same_for_a_value_with_thousands_of_them():
         lines[count] = count_lines(one_more)
         state.validate()
     assert lines[100] == lines[10_000], lines
+
+
+def test_of_thousands_of_keys_that_have_gone_nothing_is_left_to_look_through():
+    """A dictionary would keep their places, and finding the one key that is left takes a look at each."""
+    state = SpillState(limit=None)
+    pid = state.insert(0, NBYTES)
+    for key in range(1, 10_000):
+        state.alias(key, pid)
+    for key in range(9_000):
+        state.remove(key)
+    for key in range(9_000, 9_999, 2):
+        state.insert(key, NBYTES)  # takes another value
+    for key in range(9_001, 9_999, 2):
+        state.remove(key)
+    entry = state.find(9_999)
+    assert list(entry.keys) == [9_999]
+    assert getsizeof(entry.keys) < 5000
+    state.validate()
 
 
 @pytest.mark.parametrize("count", [2, 100])
