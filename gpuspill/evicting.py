@@ -50,6 +50,14 @@ class Evictor:
                 self._metadata.disk_limit_from = disk_limit_from or self._metadata.disk_limit_from
                 state.set_limits(limit, disk_limit)
 
+    def set_patience(self, count: int) -> None:
+        """Set how many values are spared of those that were used up last and were not written yet.
+
+        They stay while there are others that no task is known to need.
+        """
+        with self._metadata as state:
+            state.set_patience(count)
+
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
         with self._metadata as state:

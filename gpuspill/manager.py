@@ -418,6 +418,10 @@ class ProxifyManager:
         """Change the limits, in bytes; None for no limit. `disk_limit_from` names the setting, for messages."""
         self._evictor.set_limit(limit, disk_limit, disk_limit_from=disk_limit_from)
 
+    def set_patience(self, count: int) -> None:
+        """Set how many values are spared of those that were used up last, as word to delete them may be on its way."""
+        self._evictor.set_patience(count)
+
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
         self._evictor.set_offset(nbytes)

@@ -3,16 +3,18 @@
 Order of victims:
 
 1. values whose last known use is over: those that the tier below has a copy of before the others, and among
-   equals the one used up first;
+   equals the one used up first. The few that were used up last and have no copy are spared;
 2. values without a known use, least recently used first;
-3. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
+3. those that were spared;
+4. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
 
 The future is what the worker's own tasks tell: every task that waits for or is ready to run names
 its inputs and has a priority. Rule 1 before rule 2 is what keeps a cyclic scan, the worst case of
 plain recency, from thrashing: a block that was just consumed goes before the blocks that wait their
 turn. Copies first within rule 1: nothing tells those values apart, and dropping what has a copy costs
 nothing, while the others have to be written; in a scan they then stay where they are, and are never
-written at all.
+written at all. Some are spared because word to delete what has just been used up is often on its way:
+writing it would be for nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ class _Furthest:
 class EvictionQueue:
     """The proxies that may be evicted, in the order in which they would be.
 
+    Attributes
+    ----------
+    patience
+        How many are spared of those that were used up last and of which the tier below has no copy.
+
     Notes
     -----
     `add`, `discard`, `touch` are O(1) without a known use and O(log n) with one; `pop` is O(log n)
@@ -57,6 +64,7 @@ class EvictionQueue:
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._planned: dict[int, Order] = {}
         self._heap: list[_Furthest] = []
+        self.patience = 0
 
     def __len__(self) -> int:
         return len(self._spent_clean) + len(self._spent) + len(self._recent) + len(self._planned)
@@ -125,7 +133,8 @@ class EvictionQueue:
 
     def peek(self) -> int | None:
         """Return the next victim without taking it out."""
-        for listed in (self._spent_clean, self._spent, self._recent):
+        spent = self._spent if len(self._spent) > self.patience else ()
+        for listed in (self._spent_clean, spent, self._recent, self._spent):
             if listed:
                 return next(iter(listed))
         while self._heap:

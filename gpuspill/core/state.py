@@ -375,6 +375,10 @@ class SpillState:
         self._records.reclaim()
         self.retry()
 
+    def set_patience(self, count: int) -> None:
+        """Set how many values are spared of those that were used up last; see :mod:`gpuspill.core.policy`."""
+        self.queue.patience = count
+
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of process memory that nobody accounts for (may be negative)."""
         self.memory.offset = nbytes

@@ -44,6 +44,9 @@ logger = logging.getLogger("gpuspill")
 #: size that distributed asks for (``distributed.worker.transfer.message-bytes-limit``, 50 MB).
 SENDING_NBYTES = 64 * 2**20
 
+#: Of a task that reads more than one value.
+_INPUTS = 2
+
 #: Settings that are built into a store; the others can be changed later.
 _FIXED = (
     "spill_directory",
@@ -129,10 +132,11 @@ class Attachment:
             internals.max_spill(self._worker, settings),
             disk_limit_from=f"{'distributed.worker.memory' if settings.max_spill == 'auto' else 'gpuspill'}.max-spill",
         )
+        # What the tasks that have just ended read: the scheduler's word to give it up is on its way.
+        self.store.manager.set_patience(_INPUTS * 2 * self._threads)
         tier = self.store.tier
         if tier is not None:
             tier.manager.set_limit(device_limit(settings, tier.device), None)
-            # What the tasks that have just ended read: the scheduler's word to give it up is on its way.
             tier.patience = 2 * self._threads
 
     # -- questions of the hooks ------------------------------------------------------------------
