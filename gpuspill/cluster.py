@@ -66,7 +66,7 @@ class LocalCUDACluster(LocalCluster):
         A keyword is none of this class, dask-cuda's, ``LocalCluster`` or the workers'. (Not raised if a worker class of
         your own takes any.)
     ValueError
-        ``n_workers`` is no number of workers; ``processes=False``; and whatever else dask-cuda's class raises it for.
+        ``n_workers`` is no number of workers; and whatever else dask-cuda's class raises it for.
 
     Notes
     -----
@@ -235,11 +235,6 @@ def _without_devices(given: Mapping[str, Any], on: bool, stock: type | None) -> 
     n_workers = keywords["n_workers"]
     if not isinstance(n_workers, Integral) or n_workers < 0:
         raise ValueError(f"n_workers: expected how many workers to start, found {n_workers!r}")
-    if not keywords.get("processes", True):
-        raise ValueError(
-            "processes: expected True, found False: with devices each worker needs a process of its own, and a script "
-            "that runs here should run there. distributed.LocalCluster takes False"
-        )
     keywords.setdefault("threads_per_worker", 1)
     if keywords.get("memory_limit") == "auto":
         del keywords["memory_limit"]  # the default: its part of the machine's memory

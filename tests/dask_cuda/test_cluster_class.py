@@ -80,14 +80,6 @@ def test_without_devices_a_misspelt_keyword_is_an_error_too(monkeypatch):
         pass
 
 
-def test_without_devices_workers_in_this_process_are_refused_as_they_are_with_devices(monkeypatch):
-    monkeypatch.setattr("gpuspill.cluster.why_no_devices", lambda visible: "there are none")
-    with pytest.raises(ValueError, match="processes: expected True, found False"):
-        start(n_workers=0, processes=False)
-    with start(n_workers=0, processes=True):
-        pass
-
-
 @pytest.mark.parametrize("limit", ["default", "auto", 0.5])
 def test_told_to_touch_no_device_it_asks_none_for_the_limit(monkeypatch, limit):
     monkeypatch.setenv("DASK_CUDA_TEST_DISABLE_DEVICE_SPECIFIC", "1")
