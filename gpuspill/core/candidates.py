@@ -16,15 +16,11 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from gpuspill.core.ledger import Entry, Ledger
+from gpuspill.core.ledger import FEW_KEYS, Entry, Ledger
 from gpuspill.core.policy import EvictionQueue, NextUse, Order
 from gpuspill.core.residency import Tier
 
 __all__ = ["Candidates"]
-
-#: A value with more keys goes by recency alone. What has so many is None, a number or a string that thousands of tasks
-#: return; to look for the next use of each key whenever one comes or goes would be quadratic in their number.
-_MANY = 32
 
 
 class Candidates:
@@ -98,7 +94,7 @@ class Candidates:
         order = self._next_use(entry)
         if order is not None:
             entry.had_use = True
-        spent = entry.had_use and len(entry.keys) <= _MANY
+        spent = entry.had_use and len(entry.keys) <= FEW_KEYS
         self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK))
 
     def unlist(self, pid: int) -> None:
@@ -137,8 +133,8 @@ class Candidates:
         if len(entry.keys) == 1:
             (key,) = entry.keys
             return self.uses.next(key)
-        if len(entry.keys) > _MANY:
-            return None
+        if len(entry.keys) > FEW_KEYS:
+            return None  # it goes by recency alone
         return min((use for key in entry.keys if (use := self.uses.next(key)) is not None), default=None)
 
     # -- choosing ------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ class Charges:
         self.memory.used += entry.nbytes
         self.unspillable += entry.unspillable
 
+    def keep(self, entry: Entry) -> None:
+        """It cannot be spilled, from now on. Idempotent."""
+        self.unspillable += not entry.unspillable
+        entry.unspillable = True
+
     def enter_below(self, entry: Entry) -> None:
         """A new value is on disk."""
         self.away += 1

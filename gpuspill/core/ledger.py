@@ -14,10 +14,14 @@ from sys import getsizeof
 
 from gpuspill.core.residency import Residency, Tier
 
-__all__ = ["Entry", "Ledger"]
+__all__ = ["FEW_KEYS", "Entry", "Ledger"]
 
-#: With so few keys left, a dictionary that takes more bytes than this has had many times as many.
-_FEW, _SPARSE_NBYTES = 32, 8192
+#: So many keys of a value may be looked through whenever one comes or goes. What has more is None, a number or a string
+#: that thousands of tasks return: that would be quadratic in their number.
+FEW_KEYS = 32
+
+#: With no more than that left, a dictionary that takes more bytes than this has had many times as many.
+_SPARSE_NBYTES = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +87,7 @@ class Entry(Residency):
         keys = self.keys
         del keys[key]
         # A dictionary keeps the places of those that have gone, and looks at each one to find those that are left.
-        if len(keys) <= _FEW and getsizeof(keys) > _SPARSE_NBYTES:
+        if len(keys) <= FEW_KEYS and getsizeof(keys) > _SPARSE_NBYTES:
             self.keys = dict.fromkeys(keys)
 
     @property

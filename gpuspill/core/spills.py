@@ -153,8 +153,7 @@ class Spills:
         entry.renewed = False
         self._counters.spill_failures += 1
         if forever:
-            self._charges.unspillable += not entry.unspillable
-            entry.unspillable = True
+            self._charges.keep(entry)
         else:
             entry.refused = True
             entry.refusals += 1

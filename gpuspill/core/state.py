@@ -247,8 +247,7 @@ class SpillState:
         """
         entry = self.ledger.entries[pid]
         self.charges.resize(entry, nbytes)
-        self.charges.unspillable += not entry.unspillable
-        entry.unspillable = True
+        self.charges.keep(entry)
         self.renew(pid)
         self.candidates.classify(entry)
         self._room.balance()

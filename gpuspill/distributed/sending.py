@@ -168,16 +168,15 @@ class Parcel:
 
     async def _brought(self, tier: DeviceTier, skeleton: Skeleton, convert: Callable[[Any], Any]) -> Any:
         """Return what `convert` makes, off the loop, of a value, which is brought back if there is room for it."""
-        if tier.is_ready(skeleton):
-            found = await asyncio.wrap_future(tier.resolve_later({None: skeleton}))
-            return await offload(convert, found.pop(None))
-        admission = tier.admit(None, [skeleton])
+        admission = None if tier.is_ready(skeleton) else tier.admit(None, [skeleton])
         try:
-            await granted(admission)
+            if admission is not None:
+                await granted(admission)
             found = await asyncio.wrap_future(tier.resolve_later({None: skeleton}, admission))
             return await offload(convert, found.pop(None))
         finally:
-            admission.release()
+            if admission is not None:
+                admission.release()
 
     async def _decoded(self, encoded: Encoded, receiver: Receiver) -> Any:
         """Return the value of bytes, or, where that takes room on the device, what stands for it in a message."""

@@ -11,7 +11,6 @@ import pytest
 from dask.utils import typename
 from distributed import Client, LocalCluster, Worker, wait
 from distributed.utils_test import NO_AMM, async_poll_for, gen_test
-from distributed.worker_state_machine import FreeKeysEvent
 
 import gpuspill
 from gpuspill.core.residency import Tier
@@ -26,7 +25,7 @@ from gpuspill.testing.stores import Gate
 from gpuspill.tier import Skeleton
 
 from .test_device import CHUNK, KB, checked, device, make, off_device, on_device, total  # noqa: F401
-from .test_transfer_failures import Recorder, arrived, opened
+from .test_transfer_failures import Recorder, ask_to_compute_what_arrives
 
 #: Of the receivers' device.
 ROOM = 3 * CHUNK
@@ -316,12 +315,7 @@ async def test_a_value_that_is_to_be_computed_while_it_arrives(c, s, a, b, devic
         return as_wire(value, nbytes)
 
     monkeypatch.setattr(sending, "_as_wire", gated)
-    async with opened(gate):
-        s.request_acquire_replicas(b.address, [x.key], stimulus_id="test")
-        await arrived(gate)
-        b.handle_stimulus(FreeKeysEvent(keys=[x.key], stimulus_id="test"))
-        s.send_task_to_worker(b.address, s.tasks[x.key])
-        await async_poll_for(lambda: b.state.tasks[x.key].state == "resumed", timeout=10)
+    await ask_to_compute_what_arrives(s, b, x, gate)
     await async_poll_for(lambda: x.key in recorder.types, timeout=10)
     assert recorder.types[x.key].endswith(".Array")
     await async_poll_for(lambda: b.state.tasks[x.key].state == "memory", timeout=10)

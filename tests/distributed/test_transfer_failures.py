@@ -224,6 +224,16 @@ class Recorder:
         monkeypatch.setattr(worker, "batched_send", record)
 
 
+async def ask_to_compute_what_arrives(s, b, x, gate):
+    """Have `b` fetch `x`; while that waits at the gate the scheduler thinks better of it, and wants it computed."""
+    async with opened(gate):
+        s.request_acquire_replicas(b.address, [x.key], stimulus_id="test")
+        await arrived(gate)
+        b.handle_stimulus(FreeKeysEvent(keys=[x.key], stimulus_id="test"))
+        s.send_task_to_worker(b.address, s.tasks[x.key])
+        await async_poll_for(lambda: b.state.tasks[x.key].state == "resumed", timeout=10)
+
+
 def test_a_value_that_is_to_be_computed_while_it_arrives(monkeypatch):
     @gen_test()
     async def test():
@@ -231,13 +241,7 @@ def test_a_value_that_is_to_be_computed_while_it_arrives(monkeypatch):
             (x,) = await spilled(c, a)
             recorder = Recorder(b, monkeypatch)
             gate = gated_reads(a)
-            async with opened(gate):
-                s.request_acquire_replicas(b.address, [x.key], stimulus_id="test")
-                await arrived(gate)
-                # The scheduler thinks better of it.
-                b.handle_stimulus(FreeKeysEvent(keys=[x.key], stimulus_id="test"))
-                s.send_task_to_worker(b.address, s.tasks[x.key])
-                await async_poll_for(lambda: b.state.tasks[x.key].state == "resumed", timeout=10)
+            await ask_to_compute_what_arrives(s, b, x, gate)
             await async_poll_for(lambda: x.key in recorder.types, timeout=10)
             assert recorder.types[x.key].endswith(".Counted")
             await async_poll_for(lambda: b.state.tasks[x.key].state == "memory", timeout=10)
@@ -265,12 +269,7 @@ def test_it_is_to_be_computed_while_it_arrives_and_cannot_be_decoded(monkeypatch
             await wait(x)
             await all_spilled(a)
             gate = gated_reads(a)
-            async with opened(gate):
-                s.request_acquire_replicas(b.address, [x.key], stimulus_id="test")
-                await arrived(gate)
-                b.handle_stimulus(FreeKeysEvent(keys=[x.key], stimulus_id="test"))
-                s.send_task_to_worker(b.address, s.tasks[x.key])
-                await async_poll_for(lambda: b.state.tasks[x.key].state == "resumed", timeout=10)
+            await ask_to_compute_what_arrives(s, b, x, gate)
             await async_poll_for(lambda: b.state.tasks[x.key].state == "memory", timeout=10)
             with pytest.raises(RuntimeError, match="cannot be read"):
                 await c.submit(repr, x, workers=[b.address])
