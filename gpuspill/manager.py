@@ -52,6 +52,8 @@ from gpuspill.storage.base import Frame, Receipt, Store
 
 __all__ = ["ProxifyManager"]
 
+_ABSENT = object()
+
 
 class ProxifyManager:
     """All values of one worker, wherever they are.
@@ -276,13 +278,17 @@ class ProxifyManager:
         ManagerClosed
             The store was closed while the value was on disk.
         """
+        value = self.get_ready(key, _ABSENT)
+        # Looked up anew: if the key was overwritten meanwhile, the new value is the right one.
+        return self._restorer.bring(key) if value is _ABSENT else value
+
+    def get_ready(self, key: Hashable, default: Any = None) -> Any:
+        """Return the value of `key` as :meth:`get` does, but `default` if it would have to be read or decoded."""
         with self._metadata:
             entry = self._ledger.keys[key]
-            ready = self._restorer.ready(entry)
-            value = self._restorer.hit(entry) if ready else None
-        if not ready:
-            # Looked up anew: if the key was overwritten meanwhile, the new value is the right one.
-            return self._restorer.bring(key)
+            if not self._restorer.ready(entry):
+                return default
+            value = self._restorer.hit(entry)
         self._restorer.observe_hit(entry.nbytes)
         return value
 
@@ -441,6 +447,12 @@ class ProxifyManager:
         """Whether everything is in memory and nobody needs room: nothing has to be prepared for anybody."""
         state = self._metadata.state
         return not state.spilled and state.memory.excess() <= 0
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every value is in memory and can be handed out at once."""
+        metadata = self._metadata
+        return not (metadata.state.charges.away or metadata.slots.undecoded)
 
     @property
     def loop_thread(self) -> int | None:

@@ -144,6 +144,7 @@ class Metadata:
                 decoding = slot.restoring is not None and isinstance(slot.value, Encoded)
                 assert decoding or (slot.restoring is not None) == (slot.target == Tier.HOST), slot.key
                 assert slot.lost == (slot.loss is not None), slot.key
+            assert slots.undecoded == sum(type(slot.value) is Encoded for slot in slots.values())
             assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
 
     def __enter__(self) -> SpillState:

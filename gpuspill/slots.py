@@ -110,11 +110,19 @@ class Slots(dict[int, Slot]):
     ----------
     custody
         Says which values are held, if references to them do not.
+
+    Attributes
+    ----------
+    undecoded
+        Number of values in memory that came as bytes and are not decoded.
+    by_id
+        Proxies by the identity of their values.
     """
 
     def __init__(self, custody: Custody | None = None) -> None:
         super().__init__()
         self._custody = custody
+        self.undecoded = 0
         self.by_id: dict[int, int] = {}
         self._ghosts: dict[int, int] = {}
         # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
@@ -130,6 +138,7 @@ class Slots(dict[int, Slot]):
         entry.key, entry.value, entry.kind, entry.sizeof = key, value, type(value), nbytes
         if type(value) is Encoded:
             entry.device_nbytes = value.device_nbytes
+            self.undecoded += 1
         self.by_id[id(value)] = pid
 
     def enter_below(self, entry: Entry, key: Hashable, nbytes: int, receipt: Receipt) -> None:
@@ -171,6 +180,7 @@ class Slots(dict[int, Slot]):
         slot = self[pid]
         self._unlist(pid, slot.value)
         self._drop_ghost(pid)
+        self.undecoded += (type(value) is Encoded) - (type(slot.value) is Encoded)
         slot.kind = type(value)
         slot.device_nbytes = 0
         slot.value, slot.restoring, slot.found_held = value, None, 0
@@ -188,6 +198,7 @@ class Slots(dict[int, Slot]):
             self._ghosts[slot.ghost_id] = pid
         self._unlist(pid, slot.value)
         value, slot.value = slot.value, None
+        self.undecoded -= type(value) is Encoded
         return value
 
     def _unlist(self, pid: int, value: object) -> None:

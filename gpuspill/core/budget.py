@@ -100,9 +100,11 @@ class Budget:
 
     def excess(self) -> int:
         """Bytes that still have to be chosen for eviction; zero or less when nothing has to be done."""
+        # Written out: this is asked in every event.
         if self.limit is None:
             return 0
-        return self.committed + self.demand - self.leaving - self.limit
+        excess = self.used + self.reserved + self.offset - self.leaving - self.limit
+        return excess + self.demand if self.tasks or self.transfers else excess
 
     def over(self) -> bool:
         """Whether copies that already have a copy below have to go, for the limit or for those who wait."""

@@ -55,8 +55,11 @@ class Room:
 
         Values that need a write are left to :meth:`Spills.next <gpuspill.core.spills.Spills.next>`.
         """
-        self._drop_clean(0)
-        self._serve()
+        memory = self._memory
+        if memory.excess() > 0:
+            self._drop_clean(0)
+        if memory.tasks or memory.transfers:
+            self.grant_waiting()
 
     def _drop_clean(self, extra: int) -> None:
         """Drop clean values for those who wait, and for `extra` bytes more."""

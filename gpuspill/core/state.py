@@ -401,9 +401,10 @@ class SpillState:
     @property
     def pressure(self) -> bool:
         """Whether :meth:`next_spill` may find something to do, now or after :meth:`retry`."""
-        if self.memory.first() is not None:
+        memory = self.memory
+        if memory.tasks or memory.transfers:
             return True
-        return self.memory.excess() > 0 and bool(self.candidates)
+        return memory.excess() > 0 and bool(self.candidates)
 
     @property
     def loose(self) -> int:

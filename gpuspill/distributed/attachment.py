@@ -145,7 +145,7 @@ class Attachment:
         """Whether `keys`, as far as they are here, are in memory and stay there although `extra` bytes arrive."""
         store = self.store
         manager = store.manager
-        if manager.memory_total() + max(0, self.follower.offset) + extra >= self._at_ease_below:
+        if self._in_memory() + extra >= self._at_ease_below:
             return False
         if store.has_lost_values:
             return False
@@ -156,6 +156,22 @@ class Attachment:
             return all(map(ready, keys))
         except KeyError:
             return all(ready(key) for key in keys if key in manager)
+
+    def runs_freely(self, prefix: str) -> bool:
+        """Whether a task of this kind can run as it is, whatever its inputs: everything is in memory and stays there.
+
+        The short way to what :meth:`admit` finds out.
+        """
+        store = self.store
+        if store.tier is not None or store.has_lost_values:
+            return False
+        manager = store.manager
+        # Each thread may be running a task of this kind about which nothing was noted.
+        more = self._threads * self.sizes.expected(prefix)
+        return manager.all_ready and self._in_memory() + more < self._at_ease_below
+
+    def _in_memory(self) -> int:
+        return self.store.manager.memory_total() + max(0, self.follower.offset)
 
     def admit(self, key: Hashable, prefix: str, inputs: Collection[Hashable]) -> Job | None:
         """Pin the inputs of a task and reserve room; None if it can simply run."""
@@ -185,8 +201,17 @@ class Attachment:
             return None
         return Job(manager, admission, wait=wait, tier=tier, device_admission=device_admission)
 
-    def learn(self, prefix: str, value: object, nbytes: int) -> None:
-        """Take into account that a task returned `value`, of `nbytes` bytes in all, which is about to be stored."""
+    def learn(self, key: Hashable, value: object) -> int | None:
+        """Learn of a value that is about to be stored what the task returns that it comes from, if one does.
+
+        Returns its size in bytes, if the worker knows it.
+        """
+        nbytes, prefix = internals.known_of(self._worker, key)
+        if prefix is not None and nbytes is not None:
+            self._learn(prefix, value, nbytes)
+        return nbytes
+
+    def _learn(self, prefix: str, value: object, nbytes: int) -> None:
         tier = self.store.tier
         if tier is not None:
             on_device = tier.new_nbytes(value)
@@ -301,7 +326,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
     store.manager.loop_thread = threading.get_ident()
     if store.tier is not None:
         store.tier.manager.loop_thread = threading.get_ident()
-    store.nbytes_of = partial(internals.known_nbytes, worker)
+    store.on_store = attachment.learn
     store.passes_on = partial(internals.passes_on, worker)
     store.on_lost = attachment.lost
     if store is not old:

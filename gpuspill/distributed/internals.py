@@ -40,7 +40,7 @@ __all__ = [
     "forget_lost",
     "inputs_of",
     "is_busy",
-    "known_nbytes",
+    "known_of",
     "max_spill",
     "missing_hooks",
     "next_use",
@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("gpuspill")
+
+_EXECUTED = frozenset({"executing", "long-running"})
 
 _RUNNING = (Status.running, Status.paused, Status.closing_gracefully)
 
@@ -101,14 +103,21 @@ def upcoming(worker: Any, count: int) -> Iterator[Iterable[Hashable]]:
                 heapq.heappush(frontier, (heap[child], child))
 
 
-def known_nbytes(worker: Any, key: Hashable) -> int | None:
-    """Return the size of a value that is about to be stored, in bytes.
+def known_of(worker: Any, key: Hashable) -> tuple[int | None, str | None]:
+    """Return what is known of a value that is about to be stored.
 
-    The worker knows it from the task's thread, or from the scheduler if the value comes from another worker;
-    else it is None.
+    Returns
+    -------
+    nbytes
+        Its size in bytes. The worker knows it from the task's thread, or from the scheduler if the value comes from
+        another worker; else it is None.
+    prefix
+        The kind of the task that has just returned it here; None if it came from elsewhere.
     """
     ts = worker.state.tasks.get(key)
-    return None if ts is None else ts.nbytes
+    if ts is None:
+        return None, None
+    return ts.nbytes, ts.prefix if ts.state in _EXECUTED else None
 
 
 def passes_on(worker: Any, key: Hashable) -> bool:
@@ -333,6 +342,7 @@ _TASK_FIELDS = {
     "run_id",
     "run_spec",
     "startstops",
+    "state",
 }
 _STATE_SLOTS = {"tasks", "actors", "ready", "data"}
 

@@ -38,6 +38,9 @@ __all__ = ["SpillStore", "SpilledSize"]
 _SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
+_ABSENT = object()
+
+
 class SpilledSize(NamedTuple):
     """Size of what is spilled, as in distributed: bytes in memory that were saved, bytes on disk."""
 
@@ -68,10 +71,10 @@ class SpillStore(MutableMapping[Hashable, object]):
     ----------
     manager, settings, pool, records, tier
         As given.
-    nbytes_of
-        ``nbytes_of(key)``: what the worker believes to be the size of a value that is about to be stored, in
-        bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on the event loop; the
-        worker knows because the task's thread measured it.
+    on_store
+        ``on_store(key, value)`` is told of every value that is about to be stored decoded, and returns what the worker
+        believes to be its size, in bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on
+        the event loop; the worker knows because the task's thread measured it.
     passes_on
         ``passes_on(key)``: whether what is about to be stored is what another key holds, and nobody's code had it in
         hand. Else a record that there is of it no longer counts.
@@ -108,7 +111,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.records = records
         self.settings = Settings() if settings is None else settings
         self.pool = pool
-        self.nbytes_of: Callable[[Hashable], int | None] | None = None
+        self.on_store: Callable[[Hashable, object], int | None] | None = None
         self.passes_on: Callable[[Hashable], bool] | None = None
         self.on_lost: Callable[[DataLostError], object] | None = None
         self.metrics = Metrics() if metrics is None else metrics
@@ -123,7 +126,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         if type(value) in _SCALARS:
             self._estimated.note(key, None)
             self._external.note(key, None)
-            self.manager.store(key, value, None if self.nbytes_of is None else self.nbytes_of(key))
+            self.manager.store(key, value, None if self.on_store is None else self.on_store(key, value))
             if self.tier is not None:
                 self.tier.settle()
             return
@@ -135,11 +138,11 @@ class SpillStore(MutableMapping[Hashable, object]):
             # Whoever is sent it has to get something else in its place, which nobody would notice in a record.
             self.manager.store(key, value, 0, spillable=False)
             return
+        nbytes = None if self.on_store is None else self.on_store(key, value)
         claimed = claimed_nbytes(value)
         self._estimated.note(key, claimed)
-        nbytes = claimed
-        if claimed is None and self.nbytes_of is not None:
-            nbytes = self.nbytes_of(key)
+        if claimed is not None:
+            nbytes = claimed
         externals = external_types()
         external = external_nbytes(value, externals) if externals else None
         self._external.note(key, external)
@@ -161,11 +164,11 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.tier.settle()
 
     def __getitem__(self, key: Hashable) -> Any:
-        manager = self.manager
-        if not self.is_ready(key) and threading.get_ident() == manager.loop_thread:
-            self._blocking.warn(key)
+        value = self.manager.get_ready(key, _ABSENT)
         try:
-            value = manager.get(key)
+            if value is _ABSENT:
+                self._warn(key)
+                value = self.manager.get(key)
             if type(value) is Skeleton:
                 value = self._resolve(key, value)
         except DataLostError as error:
@@ -178,10 +181,16 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def _resolve(self, key: Hashable, skeleton: Skeleton) -> Any:
         assert self.tier is not None
+        if not self.tier.is_ready(skeleton):
+            self._warn(key)
         try:
             return self.tier.resolve(skeleton)
         except DataLostError as error:
             raise lost(error, key) from error
+
+    def _warn(self, key: Hashable) -> None:
+        if threading.get_ident() == self.manager.loop_thread:
+            self._blocking.warn(key)
 
     def is_ready(self, key: Hashable) -> bool:
         """Whether the value of `key` can be had without reading or copying anything. KeyError if unknown."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
@@ -92,30 +92,16 @@ def spilling_class(base: Any) -> Any:
                 return store
             return view if view.values or isinstance(view, ClosedView) else store
 
-        async def execute(self, key: Any, *, stimulus_id: str) -> Any:
+        def execute(self, key: Any, *, stimulus_id: str) -> Awaitable[Any]:
+            # No coroutine of its own: every task comes by here, and most often there is nothing to do.
             attachment = self._gpuspill
             ts = self.state.tasks.get(key)
-            if attachment is None or ts is None or ts.run_spec is None:
-                return await super().execute(key, stimulus_id=stimulus_id)
+            if attachment is None or ts is None or ts.run_spec is None or attachment.runs_freely(ts.prefix):
+                return super().execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
             job = attachment.admit(ts.key, ts.prefix, inputs_of(self, ts))
             if job is None:
-                event = await super().execute(key, stimulus_id=stimulus_id)
-                _learn(attachment, ts, event)
-                return event
-            stored = False
-            try:
-                if job.ready:
-                    event = await super().execute(key, stimulus_id=stimulus_id)
-                else:
-                    event = await _execute_prepared(self, super().execute, ts, job, stimulus_id)
-                _learn(attachment, ts, event)
-                stored = isinstance(event, wsm.ExecuteSuccessEvent)
-                return event
-            finally:
-                if stored:
-                    _after_storing(job.release)
-                else:
-                    job.abandon()
+                return super().execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
+            return _execute_admitted(self, super().execute, ts, job, stimulus_id)
 
         async def get_data(
             self,
@@ -211,11 +197,6 @@ def _disguise(new: type, base: type) -> type:
     return new
 
 
-def _learn(attachment: Attachment, ts: Any, event: Any) -> None:
-    if isinstance(event, wsm.ExecuteSuccessEvent):
-        attachment.learn(ts.prefix, event.value, event.nbytes)
-
-
 def _after_storing(action: Callable[[], object]) -> None:
     """Do something once the state machine has stored what the caller returns.
 
@@ -227,6 +208,23 @@ def _after_storing(action: Callable[[], object]) -> None:
 
 
 # -- a task's inputs -----------------------------------------------------------------------------
+
+
+async def _execute_admitted(worker: Any, execute: Callable[..., Any], ts: Any, job: Job, stimulus_id: str) -> Any:
+    """Run a task whose inputs are pinned, and for which room was asked."""
+    stored = False
+    try:
+        if job.ready:
+            event = await execute(ts.key, stimulus_id=stimulus_id)
+        else:
+            event = await _execute_prepared(worker, execute, ts, job, stimulus_id)
+        stored = isinstance(event, wsm.ExecuteSuccessEvent)
+        return event
+    finally:
+        if stored:
+            _after_storing(job.release)
+        else:
+            job.abandon()
 
 
 async def _execute_prepared(worker: Any, execute: Callable[..., Any], ts: Any, job: Job, stimulus_id: str) -> Any:

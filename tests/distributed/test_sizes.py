@@ -30,7 +30,7 @@ class Interface:
 def store(tmp_path):
     store = build_store(Settings(), str(tmp_path))
     # What a worker measures before: Python's own size of an object, for a type that dask does not know.
-    store.nbytes_of = lambda key: 56
+    store.on_store = lambda key, value: 56
     yield store
     store.manager.validate()
     store.close()
@@ -62,7 +62,7 @@ def test_a_registered_size_is_believed(store):
         pass
 
     sizeof.register(Registered, lambda value: 123)
-    store.nbytes_of = None
+    store.on_store = None
     store["x"] = Registered(10_000)
     assert store.manager.nbytes("x") == 123
     assert store.statistics().estimated_nbytes == 0
@@ -81,7 +81,7 @@ def foreign(monkeypatch):
 
 
 def test_a_type_for_which_dask_fails_to_find_a_size(store, foreign, caplog):
-    store.nbytes_of = None
+    store.on_store = None
     store["x"] = foreign(10_000)
     store["y"] = np.ones(3)
     store.manager.evict_all()
@@ -131,7 +131,7 @@ def cudf(monkeypatch):
 
 def test_what_cudf_spills_by_itself_is_external(store, cudf):
     frame = cudf.DataFrame()
-    store.nbytes_of = {"x": 4000, "y": 4100, "z": 24}.get
+    store.on_store = lambda key, value: {"x": 4000, "y": 4100, "z": 24}[key]
     store["x"] = frame
     store["y"] = {"frames": [frame, frame], "more": b"text"}
     store["z"] = np.ones(3)
@@ -150,7 +150,7 @@ def test_what_cudf_spills_by_itself_is_external(store, cudf):
 
 def test_with_its_spilling_off_cudf_is_like_any_other(store, cudf):
     cudf.set_option("spill", False)
-    store.nbytes_of = None
+    store.on_store = None
     store["x"] = cudf.DataFrame()
     statistics = store.statistics()
     assert (statistics.device_external_nbytes, statistics.host_nbytes) == (0, 4000)
