@@ -159,12 +159,12 @@ def persist_sum(
 
 
 @bench.command()
-@_arms_option("stock,gpuspill")
+@_arms_option("stock,control,gpuspill", "stock, control (another one like it), gpuspill, nospill")
 @_repeat_option(5)
-@click.option("--tasks", type=int, default=20_000, show_default=True, help="How many tasks.")
+@click.option("--tasks", type=int, default=20_000, show_default=True, help="How many tasks an arm.")
 @click.option(
     "--mode",
-    type=click.Choice(["processes", "inprocess", "both"]),
+    type=click.Choice(["processes", "inprocess"]),
     default="processes",
     show_default=True,
     help="Whether the worker is a process of its own.",

@@ -56,6 +56,12 @@ class Job(ABC):
             Whatever kept it from ending, which makes it a failed run.
         """
 
+    def measure(
+        self, arms: Sequence[Arm], repeat: int, expected: Any, progress: Callable[[Sample], None]
+    ) -> list[Sample]:
+        """Do it `repeat` times on each arm; in turns, see :func:`~gpuspill.bench.runner.interleave`."""
+        return interleave(arms, repeat, lambda arm, _: self.run(arm, expected), progress)
+
     def parameters(self) -> Mapping[str, Any]:
         """Return what was asked for, for the record."""
         return asdict(cast("Any", self))
@@ -97,6 +103,6 @@ def benchmark(job: Job, arms: str, repeat: int, progress: Callable[[str], None] 
         told = f"failed, {sample.error}" if sample.error else job.outcome(sample)
         progress(f"  run {sample.repeat + 1} {sample.arm}: {told}")
 
-    samples = interleave(chosen, repeat, lambda arm, _: job.run(arm, expected), tell)
+    samples = job.measure(chosen, repeat, expected, tell)
     parameters = dict(job.parameters()) | {"repeat": repeat}
     return Result(job.name, parameters, facts, job.rows, samples, job.notes(chosen, samples))

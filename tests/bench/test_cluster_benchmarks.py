@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 
 import dask
@@ -12,7 +13,7 @@ from distributed import Worker
 from gpuspill.bench.arms import ARMS, ClusterShape, open_cluster
 from gpuspill.bench.job import benchmark
 from gpuspill.bench.persist_sum import ROWS, PersistSum
-from gpuspill.bench.tiny import Tiny
+from gpuspill.bench.tiny import BATCH, Tiny, _Contestant, _order
 from gpuspill.errors import ConfigError
 
 MIB = 2**20
@@ -87,17 +88,56 @@ def test_results_are_right_with_slow_files() -> None:
 
 
 @pytest.mark.cluster
-def test_tiny_in_both_modes() -> None:
+def test_tiny_in_turns() -> None:
+    result = benchmark(Tiny(tasks=2 * BATCH + 2), "stock,control,gpuspill", 1)
+    assert result.correct, [sample.error for sample in result.samples]
+    assert [sample.arm for sample in result.samples] == ["stock", "control", "gpuspill"]
+    for sample in result.samples:
+        assert sample.figure("written") == 0
+        assert sample.figure("task") > 0
+        assert sample.figure("task_cpu") > 0
+        assert math.isnan(sample.figure("more")) == math.isnan(sample.figure("more_cpu")) == (sample.arm == "stock")
+    assert len(result.notes) == 4
+
+
+@pytest.mark.cluster
+def test_tiny_without_stock_compares_with_nothing() -> None:
+    result = benchmark(Tiny(tasks=2), "gpuspill,nospill", 1)
+    assert result.correct, [sample.error for sample in result.samples]
+    assert all(sample.metrics["more"] is None for sample in result.samples)
+    assert not result.notes
+
+
+@pytest.mark.cluster
+def test_a_turn_that_takes_too_long_is_a_failed_round() -> None:
+    result = benchmark(Tiny(tasks=2, timeout=1e-6), "stock,gpuspill", 1)
+    assert [sample.error.split(":")[0] for sample in result.samples] == ["TimeoutError"] * 2
+    assert not result.correct
+
+
+@pytest.mark.cluster
+def test_tiny_in_this_process() -> None:
     level = logging.getLogger("gpuspill").level
-    result = benchmark(Tiny(tasks=40, mode="both"), "stock,gpuspill", 1)
+    result = benchmark(Tiny(tasks=40, mode="inprocess"), "stock,gpuspill", 1)
     assert result.correct, [sample.error for sample in result.samples]
     for sample in result.samples:
         assert sample.figure("written") == 0
-        for mode in ("processes", "inprocess"):
-            assert sample.figure(f"{mode}_task") > 0
-            assert sample.figure(f"{mode}_task_cpu") > 0
-    assert len(result.notes) == 4
+        assert sample.figure("task") > 0
+        assert sample.figure("task_cpu") > 0
+    assert len(result.notes) == 2
     assert logging.getLogger("gpuspill").level == level
+
+
+@pytest.mark.parametrize("arms", [2, 3, 4])
+def test_nobody_always_comes_first_in_a_turn(arms: int) -> None:
+    contestants = [_Contestant(str(number), "") for number in range(arms)]
+    orders = [_order(contestants, number) for number in range(2 * arms)]
+    for one in contestants:
+        places = [order.index(one) for order in orders]
+        assert sorted(places) == sorted(2 * list(range(arms)))
+        for other in contestants:
+            if other is not one:
+                assert sum(order.index(one) < order.index(other) for order in orders) == arms
 
 
 @pytest.mark.cluster
