@@ -201,15 +201,15 @@ class Attachment:
             return None
         return Job(manager, admission, wait=wait, tier=tier, device_admission=device_admission)
 
-    def learn(self, key: Hashable, value: object) -> int | None:
-        """Learn of a value that is about to be stored what the task returns that it comes from, if one does.
+    def learn(self, key: Hashable, value: object) -> tuple[int | None, str | None]:
+        """Learn from a value that is about to be stored what tasks of its kind return, if one does.
 
-        Returns its size in bytes, if the worker knows it.
+        Returns its size in bytes and the kind of task, if the worker knows them.
         """
-        nbytes, prefix = internals.known_of(self._worker, key)
-        if prefix is not None and nbytes is not None:
+        nbytes, prefix, returned = internals.known_of(self._worker, key)
+        if returned and prefix is not None and nbytes is not None:
             self._learn(prefix, value, nbytes)
-        return nbytes
+        return nbytes, prefix
 
     def _learn(self, prefix: str, value: object, nbytes: int) -> None:
         tier = self.store.tier
