@@ -52,6 +52,19 @@ def _flat(frame: Any) -> memoryview:
     return PickleBuffer(view).raw()  # memoryview.cast cannot do Fortran order
 
 
+def _keep_flags(header: Any, value: Any) -> None:
+    """Put into a header which arrays may be written to; of one with gaps dask takes the flag of the copy it makes."""
+    if "is-collection" in header:
+        for part, item in zip(header["sub-headers"], value.values() if isinstance(value, dict) else value, strict=True):
+            _keep_flags(part, item)
+        return
+    about = header.get("sub-header")
+    if isinstance(about, dict) and "writeable" in about:
+        writeable = getattr(getattr(value, "flags", None), "writeable", None)
+        if isinstance(writeable, bool):
+            about["writeable"] = [writeable]
+
+
 class DaskSerializer:
     """The manager's serialiser on a Dask worker.
 
@@ -78,12 +91,7 @@ class DaskSerializer:
             header, frames = pickle_dumps(value)  # type: ignore[no-untyped-call]
         else:
             header, frames = serialize(value, serializers=self._families, on_error="raise")
-            about = header.get("sub-header")
-            if isinstance(about, dict) and "writeable" in about:
-                # Of an array with gaps dask takes the flag of the copy that it makes.
-                writeable = getattr(getattr(value, "flags", None), "writeable", None)
-                if isinstance(writeable, bool):
-                    about["writeable"] = [writeable]
+            _keep_flags(header, value)
         packed: bytes = msgpack.packb(header, use_bin_type=True)
         return Serialized(packed, [_flat(frame) for frame in frames])
 

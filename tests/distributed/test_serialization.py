@@ -97,6 +97,18 @@ def test_read_only_array_stays_read_only():
     assert not through_disk(value).flags.writeable
 
 
+@pytest.mark.parametrize("gaps", [lambda x: x[::-1], lambda x: x[:, ::2], lambda x: x])
+def test_read_only_arrays_in_collections_stay_read_only(gaps):
+    frozen, free = gaps(np.ones((4, 6))), gaps(np.zeros((4, 6)))
+    frozen.flags.writeable = False
+    got = through_disk({"a": [frozen, free, frozen], "b": ((free, 5), {"deep": frozen}), 3: "text"})
+    (first, second, third), ((fourth, _), inner) = got["a"], got["b"]
+    found = [first, second, third, fourth, inner["deep"]]
+    assert [array.flags.writeable for array in found] == [False, True, False, True, False]
+    for array, expected in zip(found, [frozen, free, frozen, free, frozen], strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
 def test_restored_array_can_be_written_to():
     got = through_disk(np.zeros(10))
     got[0] = 1
