@@ -105,8 +105,8 @@ def test_read_only_arrays_in_collections_stay_read_only(gaps):
     (first, second, third), ((fourth, _), inner) = got["a"], got["b"]
     found = [first, second, third, fourth, inner["deep"]]
     assert [array.flags.writeable for array in found] == [False, True, False, True, False]
-    for array, expected in zip(found, [frozen, free, frozen, free, frozen], strict=True):
-        np.testing.assert_array_equal(array, expected)
+    for item, expected in zip(found, [frozen, free, frozen, free, frozen], strict=True):
+        np.testing.assert_array_equal(item, expected)
 
 
 def test_restored_array_can_be_written_to():
