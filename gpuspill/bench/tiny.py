@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import sub
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from distributed import Client, Future, Nanny, Scheduler, SpecCluster, Worker, wait
 
@@ -29,6 +29,8 @@ from gpuspill.bench.watch import Watch, figures, restart, store_counters
 from gpuspill.errors import ConfigError
 
 __all__ = ["CONTROL", "MODES", "ROWS", "Tiny"]
+
+T = TypeVar("T")
 
 MODES = ("processes", "inprocess")
 """Where the worker lives: in a process of its own, or with client and scheduler in this one."""
@@ -122,7 +124,8 @@ class Tiny(Job):
         samples = []
         for number in range(repeat):
             try:
-                measured = self.take_turns(arms, expected)
+                # Another one is the first to be started in each round.
+                measured = self.take_turns(_rotated(arms, number), expected)
                 found = [Sample(arm.name, number, measured[arm.name]) for arm in arms]
             except Exception as error:  # as in `interleave`; which of them it was cannot always be told
                 found = [Sample(arm.name, number, error=f"{type(error).__name__}: {error}") for arm in arms]
@@ -232,9 +235,13 @@ class _Contestant:
 
 def _order(contestants: Sequence[_Contestant], number: int) -> list[_Contestant]:
     """Return who comes when in a turn: each comes first as often as last, and before each other as often as after."""
-    start = number // 2 % len(contestants)
-    order = [*contestants[start:], *contestants[:start]]
+    order = _rotated(contestants, number // 2)
     return order[::-1] if number % 2 else order
+
+
+def _rotated(items: Sequence[T], number: int) -> list[T]:
+    start = number % len(items)
+    return [*items[start:], *items[:start]]
 
 
 @contextmanager
