@@ -163,9 +163,9 @@ class Metadata:
             state = self.state
             if not self.closed and state.pressure:
                 engine = self.engine
-            effects = state.take_effects()
-            if not (effects or self._deferred):
+            if not (state.effects or self._deferred):
                 return
+            effects = state.take_effects()
             values: list[object] = []
             nbytes = 0
             receipts: list[Receipt] = []

@@ -95,7 +95,7 @@ class Candidates:
         if entry.refused:
             self._blocked[pid] = None
             return
-        order = self._next_use(entry)
+        order = self._next_use(entry) if self.uses.users else None
         if order is not None:
             entry.had_use = True
             self.want(entry)

@@ -177,6 +177,11 @@ class EvictionQueue:
 class NextUse:
     """For every key, the users (tasks) that are going to read it and when.
 
+    Attributes
+    ----------
+    users
+        When each user reads a key, by key; only keys that somebody is going to read. To be read only.
+
     Notes
     -----
     A key is known here before its value is, and after. O(log n) amortised in the number of users of
@@ -185,16 +190,16 @@ class NextUse:
     """
 
     def __init__(self) -> None:
-        self._users: dict[Hashable, dict[Hashable, Order]] = {}
+        self.users: dict[Hashable, dict[Hashable, Order]] = {}
         self._heaps: dict[Hashable, list[tuple[Order, int, Hashable]]] = {}
         self._counter = 0  # breaks ties: users may not be comparable with each other
 
     def __len__(self) -> int:
-        return len(self._users)
+        return len(self.users)
 
     def expect(self, key: Hashable, user: Hashable, order: Order) -> None:
         """`user` is going to read `key` at `order`. Replaces what was said before of the two."""
-        users = self._users.setdefault(key, {})
+        users = self.users.setdefault(key, {})
         if users.get(user) == order:
             return
         users[user] = order
@@ -212,18 +217,18 @@ class NextUse:
 
     def drop(self, key: Hashable, user: Hashable) -> bool:
         """`user` has read `key`, or never will. Returns whether that was expected."""
-        users = self._users.get(key)
+        users = self.users.get(key)
         if users is None or user not in users:
             return False
         del users[user]
         if not users:
-            del self._users[key]
+            del self.users[key]
             del self._heaps[key]
         return True
 
     def next(self, key: Hashable) -> Order | None:
         """When `key` is read next, or ``None`` if nothing is known."""
-        users = self._users.get(key)
+        users = self.users.get(key)
         if not users:
             return None
         heap = self._heaps[key]

@@ -70,6 +70,8 @@ class SpillState:
         What is used and promised of either.
     ledger, charges, candidates, queue, uses, read_ahead, counters
         The parts, to be read only.
+    effects
+        What has to be done outside; true if there is something.
 
     Notes
     -----
@@ -86,7 +88,7 @@ class SpillState:
         keep_clean: bool = True,
         make_entry: Callable[[int, int], Entry] = Entry,
     ) -> None:
-        effects = self._effects = Effects()
+        effects = self.effects = Effects()
         counters = self.counters = Counters()
         memory = self.memory = Budget(limit)
         ledger = self.ledger = Ledger(make_entry)
@@ -441,8 +443,7 @@ class SpillState:
 
     def take_effects(self) -> Effects:
         """Return what has to be done outside, once."""
-        effects = self._effects
-        return effects.take() if effects else effects
+        return self.effects.take()
 
     def validate(self) -> None:
         """Raise AssertionError if any two indices contradict each other. O(n)."""

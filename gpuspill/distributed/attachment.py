@@ -208,18 +208,15 @@ class Attachment:
         """
         nbytes, prefix, returned = internals.known_of(self._worker, key)
         if returned and prefix is not None and nbytes is not None:
-            self._learn(prefix, value, nbytes)
+            on_device = 0
+            tier = self.store.tier
+            if tier is not None:
+                on_device = tier.new_nbytes(value)
+                self.device_sizes.learn(prefix, on_device)
+                # What ended last is what most likely runs next.
+                tier.ahead.headroom = self._threads * self.device_sizes.expected(prefix)
+            self.sizes.learn(prefix, max(0, nbytes - on_device))
         return nbytes, prefix
-
-    def _learn(self, prefix: str, value: object, nbytes: int) -> None:
-        tier = self.store.tier
-        if tier is not None:
-            on_device = tier.new_nbytes(value)
-            self.device_sizes.learn(prefix, on_device)
-            # What ended last is what most likely runs next.
-            tier.ahead.headroom = self._threads * self.device_sizes.expected(prefix)
-            nbytes = max(0, nbytes - on_device)
-        self.sizes.learn(prefix, nbytes)
 
     def expect(self, incoming: Mapping[Hashable, int]) -> Admission | None:
         """Reserve room for a transfer: sizes in bytes by key. None if it can simply come."""

@@ -123,10 +123,13 @@ class SpillStore(MutableMapping[Hashable, object]):
     # -- mapping -----------------------------------------------------------------------------------
 
     def __setitem__(self, key: Hashable, value: object) -> None:
-        self.settle_parked()
+        if self._parked.given_up:
+            self.settle_parked()
         if type(value) in _SCALARS:
-            self._estimated.note(key, None)
-            self._external.note(key, None)
+            # With as few calls as can be: this is what the smallest tasks return, by the hundred thousand.
+            if self._estimated.nbytes or self._external.nbytes:
+                self._estimated.note(key, None)
+                self._external.note(key, None)
             nbytes, category = (None, None) if self.on_store is None else self.on_store(key, value)
             self.manager.store(key, value, nbytes, category=category)
             if self.tier is not None:

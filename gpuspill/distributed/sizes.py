@@ -49,19 +49,25 @@ def external_nbytes(value: object, types: tuple[type, ...]) -> int | None:
 
 
 class Noted:
-    """Bytes noted for some keys. Thread-safe."""
+    """Bytes noted for some keys. Thread-safe.
+
+    Attributes
+    ----------
+    nbytes
+        What is noted, by key. To be read only.
+    """
 
     def __init__(self) -> None:
-        self._nbytes: dict[Hashable, int] = {}
+        self.nbytes: dict[Hashable, int] = {}
 
     def note(self, key: Hashable, nbytes: int | None) -> None:
         """Note something for a key, or nothing any more."""
         if nbytes is not None:
-            self._nbytes[key] = nbytes
-        elif self._nbytes:
-            self._nbytes.pop(key, None)
+            self.nbytes[key] = nbytes
+        elif self.nbytes:
+            self.nbytes.pop(key, None)
 
     @property
     def total(self) -> int:
         """The sum."""
-        return sum(list(self._nbytes.values())) if self._nbytes else 0
+        return sum(list(self.nbytes.values())) if self.nbytes else 0
