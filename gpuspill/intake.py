@@ -37,13 +37,7 @@ class Intake:
         self._sizeof = sizeof
 
     def store(
-        self,
-        key: Hashable,
-        value: object,
-        nbytes: int | None = None,
-        spillable: bool = True,
-        touched: bool = True,
-        category: Hashable = None,
+        self, key: Hashable, value: object, nbytes: int | None = None, spillable: bool = True, touched: bool = True
     ) -> None:
         """Put `value` in memory under `key`, replacing what the key held; spilling may start in the background.
 
@@ -60,8 +54,6 @@ class Intake:
         touched
             Whether it may have been changed in place since it was stored before, under whatever key: then its record is
             given up.
-        category
-            What it has in common with values that are expected to have the same future; None for nothing.
         """
         if nbytes is None:
             nbytes = self._sizeof(value)
@@ -70,7 +62,7 @@ class Intake:
         slots = metadata.slots
         with metadata as state:
             if metadata.nested:
-                metadata.defer(partial(self.store, key, value, nbytes, spillable, touched, category))
+                metadata.defer(partial(self.store, key, value, nbytes, spillable, touched))
                 return
             admission = metadata.promises.pop(key, None)
             if admission is not None:
@@ -86,17 +78,12 @@ class Intake:
             else:
                 size = self._sizes.estimate(type(value), nbytes)
                 if shared is None:
-                    pid = state.insert(key, size, spillable=spillable, category=category)
+                    pid = state.insert(key, size, spillable=spillable)
                 else:
-                    hash((key, category))  # raises before anything is charged
+                    hash(key)  # raises before anything is charged
                     own = max(VIEW_NBYTES, nbytes - shared.covered)
                     pid = state.insert(
-                        key,
-                        own,
-                        spillable=spillable,
-                        parts=sharing.parts(key, shared),
-                        apart_nbytes=size,
-                        category=category,
+                        key, own, spillable=spillable, parts=sharing.parts(key, shared), apart_nbytes=size
                     )
                 slots.enter(state.ledger.entries[pid], key, value, nbytes)
 

@@ -155,10 +155,9 @@ class ProxifyManager:
         *,
         spillable: bool = True,
         touched: bool = True,
-        category: Hashable = None,
     ) -> None:
         """Put `value` in memory under `key`, replacing what the key held; see :meth:`gpuspill.intake.Intake.store`."""
-        self._intake.store(key, value, nbytes, spillable, touched, category)
+        self._intake.store(key, value, nbytes, spillable, touched)
 
     def renew(self, keys: Iterable[Hashable]) -> None:
         """Values that the caller has in hand may have been changed in place: records of them no longer count.

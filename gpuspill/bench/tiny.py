@@ -194,6 +194,7 @@ class _Contestant:
 
     name: str
     address: str
+    counts: list[int] = field(default_factory=list)
     walls: list[float] = field(default_factory=list)
     cpus: list[float] = field(default_factory=list)
     kept: list[Future[int]] = field(default_factory=list)
@@ -209,6 +210,7 @@ class _Contestant:
         wait(second, timeout=timeout)
         wall = time.perf_counter() - started
         after = client.run(time.process_time, workers=[self.address])[self.address]
+        self.counts.append(len(numbers))
         self.walls.append(wall / len(numbers) / 2)
         self.cpus.append((after - before) / len(numbers) / 2)
         self.kept += first
@@ -216,18 +218,18 @@ class _Contestant:
 
     def forget(self) -> None:
         """That was to warm up."""
-        for turns in (self.walls, self.cpus, self.kept, self.results):
+        for turns in (self.counts, self.walls, self.cpus, self.kept, self.results):
             turns.clear()
 
     def metrics(self, stock: _Contestant | None) -> dict[str, float | None]:
-        """Return the means of all turns; and of what they took more than stock's turns beside them, the medians.
+        """Return the means of all tasks; and of what turns took more than stock's turns beside them, the medians.
 
         The medians leave out what only some turns have, such as full garbage collections; the means do not.
         """
         compared = stock is not None and stock is not self
         return {
-            "task": statistics.fmean(self.walls),
-            "task_cpu": statistics.fmean(self.cpus),
+            "task": statistics.fmean(self.walls, self.counts),
+            "task_cpu": statistics.fmean(self.cpus, self.counts),
             "more": statistics.median(map(sub, self.walls, stock.walls)) if compared and stock else None,
             "more_cpu": statistics.median(map(sub, self.cpus, stock.cpus)) if compared and stock else None,
         }

@@ -18,7 +18,6 @@ from collections.abc import Callable, Hashable
 
 from gpuspill.core.ledger import FEW_KEYS, Entry, Ledger
 from gpuspill.core.policy import EvictionQueue, NextUse, Order
-from gpuspill.core.prospects import Prospects
 from gpuspill.core.residency import Tier
 
 __all__ = ["Candidates"]
@@ -40,8 +39,6 @@ class Candidates:
         Those that may go now.
     uses
         Which keys are going to be read, and when.
-    prospects
-        Which kinds of values are asked for at all.
     relieved
         How often records went and left room on disk.
 
@@ -53,7 +50,6 @@ class Candidates:
     def __init__(self, ledger: Ledger, held: Callable[[int], bool]) -> None:
         self.queue = EvictionQueue()
         self.uses = NextUse()
-        self.prospects = Prospects()
         self.relieved = 0
         self._keys = ledger.keys
         self._entries = ledger.entries
@@ -98,16 +94,8 @@ class Candidates:
         order = self._next_use(entry) if self.uses.users else None
         if order is not None:
             entry.had_use = True
-            self.want(entry)
         spent = entry.had_use and len(entry.keys) <= FEW_KEYS
-        poor = not entry.wanted and self.prospects.poor(entry.category)
-        self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK), poor=poor)
-
-    def want(self, entry: Entry) -> None:
-        """Somebody asks for the value, or is going to."""
-        if not entry.wanted:
-            entry.wanted = True
-            self.prospects.wanted(entry.category)
+        self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK))
 
     def unlist(self, pid: int) -> None:
         """It is no candidate any more."""
@@ -138,7 +126,6 @@ class Candidates:
         entry = self._keys.get(key)
         if entry is not None:
             entry.had_use = True
-            self.want(entry)
             if entry.pid in self.queue:
                 self.classify(entry)
 

@@ -45,11 +45,6 @@ class Entry(Residency):
         It cannot be serialised and stays in memory for good.
     had_use
         A use of it was expected at some time (see the policy's first rule).
-    category
-        Values of the same one are expected to have the same future; None for a value about which nothing is to be
-        concluded from others.
-    wanted
-        Somebody has asked for it, or is going to.
     parts
         Proxies of memory that the value keeps alive while it is in memory. That is charged to them, once, whatever the
         number of values that have it.
@@ -77,8 +72,6 @@ class Entry(Residency):
     keys: dict[Hashable, None] = field(default_factory=dict)
     unspillable: bool = False
     had_use: bool = False
-    category: Hashable = None
-    wanted: bool = False
     renewed: bool = False
     need: int = 0
     refusals: int = 0

@@ -4,13 +4,12 @@ Order of victims:
 
 1. values whose last known use is over: those that the tier below has a copy of before the others, and among
    equals the one used up first. The few that were used up last and have no copy are spared;
-2. values without a known use whose kind nobody has asked for so far, least recently used first;
-3. the others without a known use, in the same order;
-4. those that were spared;
-5. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
+2. values without a known use, least recently used first;
+3. those that were spared;
+4. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
 
 The future is what the worker's own tasks tell: every task that waits for or is ready to run names
-its inputs and has a priority. Rule 1 before rules 2 and 3 is what keeps a cyclic scan, the worst case of
+its inputs and has a priority. Rule 1 before rule 2 is what keeps a cyclic scan, the worst case of
 plain recency, from thrashing: a block that was just consumed goes before the blocks that wait their
 turn. Copies first within rule 1: nothing tells those values apart, and dropping what has a copy costs
 nothing, while the others have to be written; in a scan they then stay where they are, and are never
@@ -62,35 +61,25 @@ class EvictionQueue:
     def __init__(self) -> None:
         self._spent_clean: OrderedDict[int, None] = OrderedDict()
         self._spent: OrderedDict[int, None] = OrderedDict()
-        self._poor: OrderedDict[int, None] = OrderedDict()
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._planned: dict[int, Order] = {}
         self._heap: list[_Furthest] = []
         self.patience = 0
 
     def __len__(self) -> int:
-        return len(self._spent_clean) + len(self._spent) + len(self._poor) + len(self._recent) + len(self._planned)
+        return len(self._spent_clean) + len(self._spent) + len(self._recent) + len(self._planned)
 
     def __contains__(self, pid: int) -> bool:
-        return (
-            pid in self._recent
-            or pid in self._poor
-            or pid in self._planned
-            or pid in self._spent
-            or pid in self._spent_clean
-        )
+        return pid in self._recent or pid in self._planned or pid in self._spent or pid in self._spent_clean
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the proxies, in no particular order."""
         yield from self._spent_clean
         yield from self._spent
-        yield from self._poor
         yield from self._recent
         yield from self._planned
 
-    def add(
-        self, pid: int, order: Order | None = None, *, spent: bool = False, clean: bool = False, poor: bool = False
-    ) -> None:
+    def add(self, pid: int, order: Order | None = None, *, spent: bool = False, clean: bool = False) -> None:
         """Add a proxy, or move it to where it belongs now.
 
         Parameters
@@ -103,8 +92,6 @@ class EvictionQueue:
             It has no next use but had one: it goes before those of which nothing is known.
         clean
             The tier below has a copy. Say so with :meth:`dirty` when that is given up.
-        poor
-            Its kind is one that nobody has asked for so far.
         """
         self.discard(pid)
         if order is not None:
@@ -116,14 +103,12 @@ class EvictionQueue:
         elif spent:
             (self._spent_clean if clean else self._spent)[pid] = None
         else:
-            (self._poor if poor else self._recent)[pid] = None
+            self._recent[pid] = None
 
     def discard(self, pid: int) -> None:
         """Take a proxy out, if it is in."""
         if pid in self._recent:
             del self._recent[pid]
-        elif pid in self._poor:
-            del self._poor[pid]
         elif pid in self._spent_clean:
             del self._spent_clean[pid]
         elif pid in self._spent:
@@ -141,15 +126,15 @@ class EvictionQueue:
         """Note a use of `pid`. A known next use stays what it is."""
         if pid in self._recent:
             self._recent.move_to_end(pid)
-        elif pid in self._poor or pid in self._spent_clean or pid in self._spent:
-            # Somebody wanted it although no known task did: its future is unknown, again or after all.
+        elif pid in self._spent_clean or pid in self._spent:
+            # Somebody wanted it although no known task did: its future is unknown again.
             self.discard(pid)
             self._recent[pid] = None
 
     def peek(self) -> int | None:
         """Return the next victim without taking it out."""
         spent = self._spent if len(self._spent) > self.patience else ()
-        for listed in (self._spent_clean, spent, self._poor, self._recent, self._spent):
+        for listed in (self._spent_clean, spent, self._recent, self._spent):
             if listed:
                 return next(iter(listed))
         while self._heap:
@@ -165,7 +150,7 @@ class EvictionQueue:
 
     def validate(self, clean: Collection[int] | None = None) -> None:
         """Raise AssertionError if the indices contradict each other, or what is known of copies below."""
-        listed = (self._spent_clean, self._spent, self._poor, self._recent, self._planned)
+        listed = (self._spent_clean, self._spent, self._recent, self._planned)
         assert len(set().union(*listed)) == len(self)
         in_heap = {(item.pid, item.order) for item in self._heap}
         assert set(self._planned.items()) <= in_heap

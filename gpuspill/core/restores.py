@@ -62,7 +62,6 @@ class Restores:
         """
         entry = self._entries[pid]
         entry.begin(Tier.DISK, Tier.HOST)
-        self._candidates.want(entry)
         self._read_ahead.missed()
         self._charges.begin_restore(entry)
         if reservation is not None:

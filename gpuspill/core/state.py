@@ -113,14 +113,7 @@ class SpillState:
         return entry.pid
 
     def insert(
-        self,
-        key: Hashable,
-        nbytes: int,
-        *,
-        spillable: bool = True,
-        parts: tuple[int, ...] = (),
-        apart_nbytes: int = 0,
-        category: Hashable = None,
+        self, key: Hashable, nbytes: int, *, spillable: bool = True, parts: tuple[int, ...] = (), apart_nbytes: int = 0
     ) -> int:
         """A new value enters memory under `key`, replacing what the key held.
 
@@ -136,21 +129,17 @@ class SpillState:
             Proxies in memory of what it keeps alive, each once. They are no victims while it is in memory.
         apart_nbytes
             Bytes it takes when it comes back, which it does without them.
-        category
-            Values of the same one are expected to have the same future; None if nothing is to be concluded from others.
 
         Returns
         -------
         int
             Its proxy.
         """
-        hash((key, category))  # raises before anything is charged
+        hash(key)  # raises before anything is charged
         entry = self.ledger.create(nbytes)
         if parts:
             self._lifetimes.take_parts(entry, parts, apart_nbytes)
         entry.unspillable = not spillable
-        entry.category = category
-        self.candidates.prospects.entered(category)
         self.charges.enter(entry)
         self._bind(key, entry)
         self.candidates.classify(entry)
@@ -281,7 +270,6 @@ class SpillState:
 
     def touch(self, pid: int) -> None:
         """Note a use."""
-        self.candidates.want(self.ledger.entries[pid])
         self.queue.touch(pid)
         self.read_ahead.used(pid)
 
@@ -291,7 +279,6 @@ class SpillState:
         for part in entry.parts:
             self.pin(part)
         entry.pin()
-        self.candidates.want(entry)
         self.read_ahead.used(pid)
         if entry.pins == 1:
             self.charges.pin(entry)

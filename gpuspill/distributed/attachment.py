@@ -186,10 +186,13 @@ class Attachment:
         ):
             return None
         self.hints.follow()
+        # One that was released while the task was being cancelled: distributed finds out by itself, but may first come
+        # across others, which must not be read on the event loop.
+        inputs = [name for name in inputs if name in manager]
         try:
             admission = manager.admit(key, inputs, expected)
         except KeyError:
-            return None  # released while the task was being cancelled; distributed finds out by itself
+            return None  # on another thread, just now
         wait = self.settings.admission
         if tier is None:
             return Job(manager, admission, wait=wait)
@@ -201,13 +204,13 @@ class Attachment:
             return None
         return Job(manager, admission, wait=wait, tier=tier, device_admission=device_admission)
 
-    def learn(self, key: Hashable, value: object) -> tuple[int | None, str | None]:
-        """Learn from a value that is about to be stored what tasks of its kind return, if one does.
+    def learn(self, key: Hashable, value: object) -> int | None:
+        """Learn of a value that is about to be stored what the task returns that it comes from, if one does.
 
-        Returns its size in bytes and the kind of task, if the worker knows them.
+        Returns its size in bytes, if the worker knows it.
         """
-        nbytes, prefix, returned = internals.known_of(self._worker, key)
-        if returned and prefix is not None and nbytes is not None:
+        nbytes, prefix = internals.known_of(self._worker, key)
+        if prefix is not None and nbytes is not None:
             on_device = 0
             tier = self.store.tier
             if tier is not None:
@@ -216,7 +219,7 @@ class Attachment:
                 # What ended last is what most likely runs next.
                 tier.ahead.headroom = self._threads * self.device_sizes.expected(prefix)
             self.sizes.learn(prefix, max(0, nbytes - on_device))
-        return nbytes, prefix
+        return nbytes
 
     def expect(self, incoming: Mapping[Hashable, int]) -> Admission | None:
         """Reserve room for a transfer: sizes in bytes by key. None if it can simply come."""

@@ -103,7 +103,7 @@ def upcoming(worker: Any, count: int) -> Iterator[Iterable[Hashable]]:
                 heapq.heappush(frontier, (heap[child], child))
 
 
-def known_of(worker: Any, key: Hashable) -> tuple[int | None, str | None, bool]:
+def known_of(worker: Any, key: Hashable) -> tuple[int | None, str | None]:
     """Return what is known of a value that is about to be stored.
 
     Returns
@@ -112,14 +112,12 @@ def known_of(worker: Any, key: Hashable) -> tuple[int | None, str | None, bool]:
         Its size in bytes. The worker knows it from the task's thread, or from the scheduler if the value comes from
         another worker; else it is None.
     prefix
-        The kind of task that it comes from; None if the worker does not know the key.
-    returned
-        Whether a task has just returned it here.
+        The kind of the task that has just returned it here; None if it came from elsewhere.
     """
     ts = worker.state.tasks.get(key)
     if ts is None:
-        return None, None, False
-    return ts.nbytes, ts.prefix, ts.state in _EXECUTED
+        return None, None
+    return ts.nbytes, ts.prefix if ts.state in _EXECUTED else None
 
 
 def passes_on(worker: Any, key: Hashable) -> bool:

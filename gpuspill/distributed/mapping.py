@@ -72,10 +72,9 @@ class SpillStore(MutableMapping[Hashable, object]):
     manager, settings, pool, records, tier
         As given.
     on_store
-        ``on_store(key, value)`` is told of every value that is about to be stored decoded. It returns what the worker
-        believes to be its size, in bytes, or None; and the kind of task that it comes from, or None. Asked before
-        ``sizeof``, which takes 35 µs and more and would run on the event loop; the worker knows because the task's
-        thread measured it.
+        ``on_store(key, value)`` is told of every value that is about to be stored decoded, and returns what the worker
+        believes to be its size, in bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on
+        the event loop; the worker knows because the task's thread measured it.
     passes_on
         ``passes_on(key)``: whether what is about to be stored is what another key holds, and nobody's code had it in
         hand. Else a record that there is of it no longer counts.
@@ -112,7 +111,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.records = records
         self.settings = Settings() if settings is None else settings
         self.pool = pool
-        self.on_store: Callable[[Hashable, object], tuple[int | None, str | None]] | None = None
+        self.on_store: Callable[[Hashable, object], int | None] | None = None
         self.passes_on: Callable[[Hashable], bool] | None = None
         self.on_lost: Callable[[DataLostError], object] | None = None
         self.metrics = Metrics() if metrics is None else metrics
@@ -130,8 +129,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             if self._estimated.nbytes or self._external.nbytes:
                 self._estimated.note(key, None)
                 self._external.note(key, None)
-            nbytes, category = (None, None) if self.on_store is None else self.on_store(key, value)
-            self.manager.store(key, value, nbytes, category=category)
+            self.manager.store(key, value, None if self.on_store is None else self.on_store(key, value))
             if self.tier is not None:
                 self.tier.settle()
             return
@@ -143,7 +141,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             # Whoever is sent it has to get something else in its place, which nobody would notice in a record.
             self.manager.store(key, value, 0, spillable=False)
             return
-        nbytes, category = (None, None) if self.on_store is None else self.on_store(key, value)
+        nbytes = None if self.on_store is None else self.on_store(key, value)
         claimed = claimed_nbytes(value)
         self._estimated.note(key, claimed)
         if claimed is not None:
@@ -164,7 +162,7 @@ class SpillStore(MutableMapping[Hashable, object]):
                 self.tier.expect_use(skeleton, self.manager.next_use(key), key)
                 self.tier.settle()
                 return
-        self.manager.store(key, value, nbytes, spillable=external is None, touched=touched, category=category)
+        self.manager.store(key, value, nbytes, spillable=external is None, touched=touched)
         if self.tier is not None:
             self.tier.settle()
 

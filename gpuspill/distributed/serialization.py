@@ -55,6 +55,8 @@ def _flat(frame: Any) -> memoryview:
 def _keep_flags(header: Any, value: Any) -> None:
     """Put into a header which arrays may be written to; of one with gaps dask takes the flag of the copy it makes."""
     if "is-collection" in header:
+        if type(value) not in (list, tuple, set, dict):
+            return  # what dask unwraps on the way
         for part, item in zip(header["sub-headers"], value.values() if isinstance(value, dict) else value, strict=True):
             _keep_flags(part, item)
         return

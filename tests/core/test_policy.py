@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuspill.core.policy import EvictionQueue, NextUse, Order
-from gpuspill.core.prospects import LEAST
 from gpuspill.core.state import SpillState
 
 from .counting import Comparisons, count_lines
@@ -27,14 +26,14 @@ class SortedList:
         self.now = 0.0
         self.patience = patience
 
-    def add(self, pid: int, order: Order | None, spent: bool, clean: bool, poor: bool) -> None:
+    def add(self, pid: int, order: Order | None, spent: bool, clean: bool) -> None:
         self.now += 1
         if order is not None:
             self.entries[pid] = "planned", order
         elif spent:
             self.entries[pid] = "spent clean" if clean else "spent", (self.now,)
         else:
-            self.entries[pid] = "poor" if poor else "recent", (self.now,)
+            self.entries[pid] = "recent", (self.now,)
 
     def dirty(self, pid: int) -> None:
         self.now += 1
@@ -49,8 +48,7 @@ class SortedList:
     def first(self) -> set[int]:
         """Return all who may be next: those with the same furthest use are equal."""
         spared = self.patience
-        kinds = "spent clean", "spent", "poor", "recent", "spent", "planned"
-        for kind, choose in zip(kinds, [min] * 5 + [max], strict=True):
+        for kind, choose in ("spent clean", min), ("spent", min), ("recent", min), ("spent", min), ("planned", max):
             order = {pid: order for pid, (of, order) in self.entries.items() if of == kind}
             if kind == "spent" and len(order) <= spared:
                 spared = 0  # those, too, the second time
@@ -62,7 +60,7 @@ class SortedList:
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, *[st.booleans()] * 3),
+        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, st.booleans(), st.booleans()),
         st.tuples(st.sampled_from(["discard", "touch", "dirty"]), st.integers(0, 8)),
         st.just(("pop",)),
     ),
@@ -77,9 +75,9 @@ def test_eviction_order_against_a_sorted_list(operations, patience):
     queue.patience = patience
     for operation, *arguments in operations:
         if operation == "add":
-            pid, order, spent, clean, poor = arguments
-            queue.add(pid, order, spent=spent, clean=clean, poor=poor)
-            model.add(pid, order, spent, clean, poor)
+            pid, order, spent, clean = arguments
+            queue.add(pid, order, spent=spent, clean=clean)
+            model.add(pid, order, spent, clean)
         elif operation == "discard":
             queue.discard(*arguments)
             model.entries.pop(arguments[0], None)
@@ -406,69 +404,6 @@ def test_what_was_used_up_last_is_spared_while_there_are_others_that_no_task_nee
     assert not state.ledger.entries[pids["copied"]].resident
     expected = ["a", "unknown", "b", "c", "needed"]
     assert [state.next_spill(force=True) for _ in expected] == [pids[key] for key in expected]
-
-
-def fill(state: SpillState, category: str, count: int, *, ask: bool) -> list[int]:
-    """Store values of a category; each is asked for, or none is."""
-    pids = [state.insert((category, number), NBYTES, category=category) for number in range(count)]
-    if ask:
-        for pid in pids:
-            state.touch(pid)
-    return pids
-
-
-def test_kinds_that_nobody_asks_for_go_first():
-    state = SpillState(limit=None)
-    fill(state, "block", LEAST, ask=True)
-    for number in range(LEAST):
-        state.remove(("block", number))
-    old = state.insert("old", NBYTES, category="block")  # the scheduler has not handed out the task that reads it
-    unknown = state.insert("unknown", NBYTES)
-    few = fill(state, "few", LEAST - 1, ask=False)
-    results = fill(state, "result", LEAST + 2, ask=False)
-    # Of the first ones it was not known yet, and later ones do not change what is known of them.
-    expected = [*results[LEAST - 1 :], old, unknown, *few, *results[: LEAST - 1]]
-    assert [state.next_spill(force=True) for _ in expected] == expected
-
-
-def test_a_value_that_somebody_asked_for_is_as_good_as_any():
-    state = SpillState(limit=None)
-    fill(state, "result", LEAST, ask=False)
-    for key in range(LEAST):
-        state.remove(("result", key))
-    asked, pinned, expected, older, newer = (state.insert(key, NBYTES, category="result") for key in range(5))
-    state.touch(asked)
-    state.pin(pinned)
-    state.unpin(pinned)
-    state.expect_use(2, "task", (1.0,))
-    order = [older, newer, asked, pinned, expected]
-    assert [state.next_spill(force=True) for _ in order] == order
-
-
-def test_a_kind_that_is_asked_for_after_all_is_as_good_as_any():
-    state = SpillState(limit=None)
-    first = fill(state, "result", 2 * LEAST, ask=True)
-    later = [state.insert(key, NBYTES, category="result") for key in ("later", "last")]
-    assert [state.next_spill(force=True) for _ in range(len(first) + 2)] == [*first, *later]
-
-
-def test_reading_a_record_is_asking_for_its_value():
-    state = SpillState(limit=None)
-    results = fill(state, "result", LEAST, ask=False)
-    for _ in results:
-        state.complete_spill(state.next_spill(force=True), NBYTES, force=True)
-    for pid in results:
-        state.begin_restore(pid)
-        state.complete_restore(pid)
-    assert not state.candidates.prospects.poor("result")
-
-
-def test_a_category_that_cannot_be_hashed_is_refused_before_anything_is_charged():
-    state = SpillState(limit=None)
-    with pytest.raises(TypeError):
-        state.insert("x", NBYTES, category=[])
-    assert state.memory.used == 0
-    state.validate()
 
 
 def take(state: SpillState, pid: int) -> int:

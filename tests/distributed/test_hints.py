@@ -312,19 +312,3 @@ async def test_cancelled_tasks_need_nothing(c, s, a):
     await async_poll_for(lambda: not len(uses(a)), timeout=5)
     await release.set()
     await wait(blocker)
-
-
-@spilling(limits=("256 kiB",), nthreads=[("", 1)])
-async def test_results_that_nobody_reads_leave_before_what_may_be_read_next(c, s, a):
-    """The worker does not know yet who is going to read a block; that blocks are read it does."""
-    blocks = c.map(np.ones, range(1000, 1010), key=[f"block-{i}" for i in range(10)])
-    await c.gather(c.map(np.sum, blocks))
-    del blocks
-    await async_poll_for(lambda: not any(str(key).startswith("block") for key in a.data), timeout=10)
-    waits = c.submit(np.ones, 1000, key="block-x")
-    await wait(waits)
-    results = c.map(np.ones, range(1000, 1100), key=[f"result-{i}" for i in range(100)])
-    await wait(results)
-    await async_poll_for(lambda: a.data.manager.spilled_count >= 50, timeout=10)
-    assert "block-x" in a.data.memory
-    assert await c.submit(np.sum, waits) == 1000

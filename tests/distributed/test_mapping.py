@@ -155,7 +155,7 @@ def test_size_hint_replaces_sizeof(store):
         def __sizeof__(self):
             raise AssertionError("sizeof was called")
 
-    store.on_store = lambda key, value: ({"x": 123}.get(key), None)
+    store.on_store = lambda key, value: {"x": 123}.get(key)
     store["x"] = NoSize()
     assert store.memory_total() == 123
     store["y"] = np.ones(10)  # not known: sizeof
@@ -455,7 +455,7 @@ def test_lost_value_names_its_key_and_is_reported(store):
 
 def test_memory_total_is_without_offset_and_offset_spills(store):
     nbytes = 8000
-    store.on_store = lambda key, value: (nbytes, None)
+    store.on_store = lambda key, value: nbytes
     store["x"] = np.ones(1000)
     store["y"] = np.ones(1000)
     store.manager.set_limit(3 * nbytes, None)

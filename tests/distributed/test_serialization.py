@@ -109,6 +109,12 @@ def test_read_only_arrays_in_collections_stay_read_only(gaps):
         np.testing.assert_array_equal(item, expected)
 
 
+def test_what_dask_unwraps_on_the_way_is_spilled_too():
+    ones = np.ones(10)
+    got = through_disk([ones, Serialize([1, ones])])
+    assert [type(item) for item in got[1]] == [int, np.ndarray]
+
+
 def test_restored_array_can_be_written_to():
     got = through_disk(np.zeros(10))
     got[0] = 1

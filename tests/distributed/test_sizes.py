@@ -30,7 +30,7 @@ class Interface:
 def store(tmp_path):
     store = build_store(Settings(), str(tmp_path))
     # What a worker measures before: Python's own size of an object, for a type that dask does not know.
-    store.on_store = lambda key, value: (56, None)
+    store.on_store = lambda key, value: 56
     yield store
     store.manager.validate()
     store.close()
@@ -131,7 +131,7 @@ def cudf(monkeypatch):
 
 def test_what_cudf_spills_by_itself_is_external(store, cudf):
     frame = cudf.DataFrame()
-    store.on_store = lambda key, value: ({"x": 4000, "y": 4100, "z": 24}[key], None)
+    store.on_store = lambda key, value: {"x": 4000, "y": 4100, "z": 24}[key]
     store["x"] = frame
     store["y"] = {"frames": [frame, frame], "more": b"text"}
     store["z"] = np.ones(3)
