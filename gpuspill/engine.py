@@ -62,8 +62,8 @@ class Engine:
         self._threads: list[threading.Thread] = []
         self._spilling: set[int] = set()
         self._pool = ThreadPoolExecutor(restore_threads, thread_name_prefix=f"gpuspill-restore-{name}")
-        self._reaper: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reaper_thread: threading.Thread | None = None
+        self._reaper = _Worker(f"gpuspill-reaper-{name}", self._condition)
+        self._deleter = _Worker(f"gpuspill-deleter-{name}", self._condition)
 
     # -- spilling ----------------------------------------------------------------------------------
 
@@ -129,27 +129,16 @@ class Engine:
             logger.exception("background work failed")
 
     def reap(self, work: Callable[[], None]) -> None:
-        """Run `work`, which lets values go and deletes records, on a thread of its own.
+        """Run `work`, which lets values go, on a thread of its own.
 
-        Unmapping a large array or unlinking a large file takes milliseconds that the event loop
-        does not have, and a task should not pay for them either.
+        Unmapping a large array takes milliseconds that the event loop does not have, and a task should not pay for them
+        either.
         """
         self._reaper.put(work)
-        if self._reaper_thread is None:
-            with self._condition:
-                if self._reaper_thread is None and not self._closed:
-                    self._reaper_thread = threading.Thread(
-                        target=self._reap_loop, name=f"gpuspill-reaper-{self._name}", daemon=True
-                    )
-                    self._reaper_thread.start()
 
-    def _reap_loop(self) -> None:
-        while True:
-            work = self._reaper.get()
-            if work is None:
-                return
-            self._guarded(work)
-            del work  # or its values would live until the next one comes
+    def delete(self, work: Callable[[], None]) -> None:
+        """Run `work`, which deletes records, on another one: however slow the disk, no memory may wait for it."""
+        self._deleter.put(work)
 
     def close(self) -> None:
         """Stop all threads and wait for what they are doing.
@@ -165,6 +154,49 @@ class Engine:
             thread.join()
         # What is queued runs, and finds that the store is closed: somebody waits for each of these.
         self._pool.shutdown(wait=True)
-        if self._reaper_thread is not None:
-            self._reaper.put(None)
-            self._reaper_thread.join()
+        self._reaper.close()
+        self._deleter.close()
+
+
+class _Worker:
+    """A thread that runs what it is given, in order; it starts with the first.
+
+    Parameters
+    ----------
+    name
+        Of the thread.
+    lock
+        Guards its start; re-entrant, as a finaliser may come by with work.
+    """
+
+    def __init__(self, name: str, lock: threading.Condition) -> None:
+        self._name = name
+        self._lock = lock
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Run `work` soon. Takes no lock once the thread runs."""
+        self._queue.put(work)
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            work = self._queue.get()
+            if work is None:
+                return
+            Engine._guarded(work)
+            del work  # or its values would live until the next one comes
+
+    def close(self) -> None:
+        """Run what was given, then end. Blocks."""
+        with self._lock:
+            self._closed = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()

@@ -214,8 +214,11 @@ class Metadata:
         if engine is None or self.closed or engine.spilling_here:
             # A spill thread waits for the room on disk that the deleted records leave, so it deletes them itself.
             self._finish(values, receipts, loosened)
-        else:
-            engine.reap(partial(self._finish, values, receipts, loosened))
+            return
+        if values or loosened:
+            engine.reap(partial(self._finish, values, [], loosened))
+        if receipts:
+            engine.delete(partial(self._finish, [], receipts, []))
 
     def _finish(self, values: list[object], receipts: list[Receipt], loosened: list[int]) -> None:
         values.clear()

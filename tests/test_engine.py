@@ -296,3 +296,12 @@ def test_after_closing(make):
     assert not engine.submit(pytest.fail)
     engine.reap(lambda: None)
     assert ours() == []
+
+
+def test_letting_values_go_does_not_wait_for_records_that_are_deleted(make):
+    engine = make(lambda: float("inf"))
+    slow, reaped = threading.Event(), threading.Event()
+    engine.delete(lambda: slow.wait(TIMEOUT))
+    engine.reap(reaped.set)
+    assert reaped.wait(TIMEOUT), "it waits behind a slow disk"
+    slow.set()

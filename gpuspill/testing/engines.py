@@ -49,6 +49,10 @@ class ManualEngine:
         """Keep `work` for the reaper."""
         self.reaps.append(work)
 
+    def delete(self, work: Callable[[], None]) -> None:
+        """Keep `work` for the thread that deletes records, which the same test method is."""
+        self.reaps.append(work)
+
     # -- for the test --------------------------------------------------------------------------------
 
     def spill(self) -> float | None:

@@ -87,7 +87,7 @@ class Rig:
     def records(self):
         """Return the names of the files there are, once what was to be deleted is."""
         deleted = threading.Event()
-        self.host._engine.reap(deleted.set)
+        self.host._engine.delete(deleted.set)
         assert deleted.wait(60)
         return sorted(set(os.listdir(self.files.path)) - {"lock"})
 
