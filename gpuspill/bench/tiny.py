@@ -24,7 +24,7 @@ from distributed import Client, Future, Nanny, Scheduler, SpecCluster, Worker, w
 from gpuspill.bench.arms import ARMS, BASELINE, Arm, ClusterShape, open_cluster
 from gpuspill.bench.job import Job
 from gpuspill.bench.report import Row
-from gpuspill.bench.runner import Metrics, Sample, interleave, paired_difference
+from gpuspill.bench.runner import Metrics, Sample, paired_difference
 from gpuspill.bench.watch import Watch, figures, restart, store_counters
 from gpuspill.errors import ConfigError
 
@@ -120,14 +120,14 @@ class Tiny(Job):
     ) -> list[Sample]:
         """Let the workers of all arms take turns; one after the other if they have to live in this process."""
         if self.mode == "inprocess":
-            return interleave(arms, repeat, lambda arm, _: self.run(arm, expected), progress)
+            return Job.measure(self, arms, repeat, expected, progress)  # super() does not go with slots
         samples = []
         for number in range(repeat):
             try:
                 # Another one is the first to be started in each round.
                 measured = self.take_turns(_rotated(arms, number), expected)
                 found = [Sample(arm.name, number, measured[arm.name]) for arm in arms]
-            except Exception as error:  # as in `interleave`; which of them it was cannot always be told
+            except Exception as error:  # as for any run; which of them it was cannot always be told
                 found = [Sample(arm.name, number, error=f"{type(error).__name__}: {error}") for arm in arms]
             for sample in found:
                 progress(sample)
