@@ -80,8 +80,8 @@ class Candidates:
 
     # -- where a value belongs -----------------------------------------------------------------------
 
-    def classify(self, entry: Entry) -> None:
-        """Something about the value changed: put it where it belongs, as used just now."""
+    def classify(self, entry: Entry, *, first: bool = False) -> None:
+        """Something about the value changed: put it where it belongs, as used just now, or as the `first` to go."""
         pid = entry.pid
         if not entry.evictable:
             self.unlist(pid)
@@ -95,7 +95,7 @@ class Candidates:
         if order is not None:
             entry.had_use = True
         spent = entry.had_use and len(entry.keys) <= FEW_KEYS
-        self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK))
+        self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK), first=first)
 
     def unlist(self, pid: int) -> None:
         """It is no candidate any more."""

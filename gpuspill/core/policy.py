@@ -15,6 +15,9 @@ turn. Copies first within rule 1: nothing tells those values apart, and dropping
 nothing, while the others have to be written; in a scan they then stay where they are, and are never
 written at all. Some are spared because word to delete what has just been used up is often on its way:
 writing it would be for nothing.
+
+A victim that was written and stays after all, because room came otherwise, keeps its turn unless somebody used it
+meanwhile: it goes first, without another write.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class EvictionQueue:
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._planned: dict[int, Order] = {}
         self._heap: list[_Furthest] = []
+        self._chosen: set[int] = set()
         self.patience = 0
 
     def __len__(self) -> int:
@@ -79,7 +83,15 @@ class EvictionQueue:
         yield from self._recent
         yield from self._planned
 
-    def add(self, pid: int, order: Order | None = None, *, spent: bool = False, clean: bool = False) -> None:
+    def add(
+        self,
+        pid: int,
+        order: Order | None = None,
+        *,
+        spent: bool = False,
+        clean: bool = False,
+        first: bool = False,
+    ) -> None:
         """Add a proxy, or move it to where it belongs now.
 
         Parameters
@@ -92,6 +104,8 @@ class EvictionQueue:
             It has no next use but had one: it goes before those of which nothing is known.
         clean
             The tier below has a copy. Say so with :meth:`dirty` when that is given up.
+        first
+            It goes before those to which the same applies, not after them. Makes no difference with a known use.
         """
         self.discard(pid)
         if order is not None:
@@ -100,10 +114,22 @@ class EvictionQueue:
             if len(self._heap) > 64 and len(self._heap) > 2 * len(self._planned):
                 self._heap = [_Furthest(o, p) for p, o in self._planned.items()]
                 heapq.heapify(self._heap)
-        elif spent:
-            (self._spent_clean if clean else self._spent)[pid] = None
-        else:
-            self._recent[pid] = None
+            return
+        listed = self._recent if not spent else self._spent_clean if clean else self._spent
+        listed[pid] = None
+        if first:
+            listed.move_to_end(pid, last=False)
+
+    def choose(self, pid: int) -> None:
+        """Take out a victim, and note from now on whether it is used."""
+        self.discard(pid)
+        self._chosen.add(pid)
+
+    def untouched(self, pid: int) -> bool:
+        """Whether `pid` was chosen and has been neither used nor added nor discarded since. Ends the noting."""
+        untouched = pid in self._chosen
+        self._chosen.discard(pid)
+        return untouched
 
     def discard(self, pid: int) -> None:
         """Take a proxy out, if it is in."""
@@ -115,6 +141,7 @@ class EvictionQueue:
             del self._spent[pid]
         else:
             self._planned.pop(pid, None)
+            self._chosen.discard(pid)
 
     def dirty(self, pid: int) -> None:
         """Note that the tier below has no copy of `pid` any more, if it is in."""
@@ -130,6 +157,8 @@ class EvictionQueue:
             # Somebody wanted it although no known task did: its future is unknown again.
             self.discard(pid)
             self._recent[pid] = None
+        else:
+            self._chosen.discard(pid)
 
     def peek(self) -> int | None:
         """Return the next victim without taking it out."""
@@ -152,6 +181,7 @@ class EvictionQueue:
         """Raise AssertionError if the indices contradict each other, or what is known of copies below."""
         listed = (self._spent_clean, self._spent, self._recent, self._planned)
         assert len(set().union(*listed)) == len(self)
+        assert not any(pid in self for pid in self._chosen)
         in_heap = {(item.pid, item.order) for item in self._heap}
         assert set(self._planned.items()) <= in_heap
         if clean is not None:

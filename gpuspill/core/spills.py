@@ -78,7 +78,7 @@ class Spills:
                 self._lifetimes.drop(entry)
                 force = False
                 continue
-            self._candidates.unlist(entry.pid)
+            self._candidates.queue.choose(entry.pid)
             entry.begin(Tier.HOST, Tier.DISK)
             self._charges.begin_spill(entry, self._lifetimes.leaving_nbytes(entry))
             return entry.pid
@@ -93,8 +93,9 @@ class Spills:
         """The record is written and verified.
 
         The value in memory is let go if its room is still needed and nobody took it up meanwhile; else the record stays
-        behind as a clean copy, if such are kept. A record that turns out so much larger than was reserved that it is
-        over the quota is given up: the value stays in memory, as if the write had failed.
+        behind as a clean copy, if such are kept, and the value keeps its turn unless somebody used it meanwhile. A
+        record that turns out so much larger than was reserved that it is over the quota is given up: the value stays in
+        memory, as if the write had failed.
 
         Parameters
         ----------
@@ -106,6 +107,7 @@ class Spills:
             Whether the value is to go even if the limit does not ask for it.
         """
         entry = self._entry(pid)
+        untouched = self._candidates.queue.untouched(pid)
         records = self._records
         records.written(entry, disk_nbytes)
         wanted = force or self._memory.over()  # before its bytes stop counting as leaving
@@ -128,7 +130,7 @@ class Spills:
                 records.give_up(entry)
                 self._candidates.classify(entry)
             else:
-                self._candidates.classify(entry)
+                self._candidates.classify(entry, first=untouched)
                 if wanted and self._candidates.available(pid):
                     self._lifetimes.drop(entry, clean=False)
                 elif not records.keep_clean:
@@ -147,6 +149,7 @@ class Spills:
             It can never be spilled (not serialisable); otherwise it is blocked until it is tried again.
         """
         entry = self._entry(pid)
+        self._candidates.queue.untouched(pid)
         self._records.unwritten(entry)
         self._charges.end_spill(entry)
         entry.fail()

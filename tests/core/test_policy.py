@@ -23,17 +23,28 @@ class SortedList:
 
     def __init__(self, patience: int) -> None:
         self.entries: dict[int, tuple[str, Order]] = {}
+        self.chosen: set[int] = set()
         self.now = 0.0
         self.patience = patience
 
-    def add(self, pid: int, order: Order | None, spent: bool, clean: bool) -> None:
+    def add(self, pid: int, order: Order | None, spent: bool, clean: bool, first: bool) -> None:
         self.now += 1
+        self.chosen.discard(pid)
+        when = (-self.now if first else self.now,)
         if order is not None:
             self.entries[pid] = "planned", order
         elif spent:
-            self.entries[pid] = "spent clean" if clean else "spent", (self.now,)
+            self.entries[pid] = "spent clean" if clean else "spent", when
         else:
-            self.entries[pid] = "recent", (self.now,)
+            self.entries[pid] = "recent", when
+
+    def choose(self, pid: int) -> None:
+        del self.entries[pid]
+        self.chosen.add(pid)
+
+    def discard(self, pid: int) -> None:
+        self.entries.pop(pid, None)
+        self.chosen.discard(pid)
 
     def dirty(self, pid: int) -> None:
         self.now += 1
@@ -42,6 +53,7 @@ class SortedList:
 
     def touch(self, pid: int) -> None:
         self.now += 1
+        self.chosen.discard(pid)
         if pid in self.entries and self.entries[pid][0] != "planned":
             self.entries[pid] = "recent", (self.now,)
 
@@ -60,9 +72,9 @@ class SortedList:
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, st.booleans(), st.booleans()),
-        st.tuples(st.sampled_from(["discard", "touch", "dirty"]), st.integers(0, 8)),
-        st.just(("pop",)),
+        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, st.booleans(), st.booleans(), st.booleans()),
+        st.tuples(st.sampled_from(["discard", "touch", "dirty", "untouched"]), st.integers(0, 8)),
+        st.sampled_from([("pop",), ("choose",)]),
     ),
     max_size=150,
 )
@@ -75,22 +87,30 @@ def test_eviction_order_against_a_sorted_list(operations, patience):
     queue.patience = patience
     for operation, *arguments in operations:
         if operation == "add":
-            pid, order, spent, clean = arguments
-            queue.add(pid, order, spent=spent, clean=clean)
-            model.add(pid, order, spent, clean)
+            pid, order, spent, clean, first = arguments
+            queue.add(pid, order, spent=spent, clean=clean, first=first)
+            model.add(pid, order, spent, clean, first)
         elif operation == "discard":
             queue.discard(*arguments)
-            model.entries.pop(arguments[0], None)
+            model.discard(*arguments)
         elif operation == "touch":
             queue.touch(*arguments)
             model.touch(*arguments)
         elif operation == "dirty":
             queue.dirty(*arguments)
             model.dirty(*arguments)
+        elif operation == "untouched":
+            (pid,) = arguments
+            assert queue.untouched(pid) == (pid in model.chosen)
+            model.chosen.discard(pid)
         elif (pid := queue.peek()) is not None:
-            queue.discard(pid)
             assert pid in model.first()
-            del model.entries[pid]
+            if operation == "choose":
+                queue.choose(pid)
+                model.choose(pid)
+            else:
+                queue.discard(pid)
+                model.discard(pid)
         queue.validate()
         assert len(queue) == len(model.entries)
         assert set(queue) == model.entries.keys()
@@ -125,6 +145,53 @@ def test_next_use_against_a_dictionary(uses):
         for name in "abc":
             assert queue.next(name) == min(model[name].values(), default=None)
         assert len(queue) == sum(bool(users) for users in model.values())
+
+
+def _written_for_nothing(state: SpillState, meanwhile) -> str:
+    """Write the first of three values although there is room, and return which one goes when there is none."""
+    for key in "abc":
+        state.insert(key, 10)
+    pid = state.next_spill(force=True)
+    assert pid == state.find("a").pid
+    meanwhile(pid)
+    state.complete_spill(pid, 10)
+    assert state.find("a").resident
+    state.validate()
+    state.insert("d", 10)
+    chosen = state.next_spill()
+    gone = [key for key in "abc" if not state.find(key).resident or state.find(key).pid == chosen]
+    (victim,) = gone
+    return victim
+
+
+def _use(state: SpillState, pid: int) -> None:
+    state.pin(pid)
+    state.unpin(pid)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "victim"),
+    [
+        (lambda state, pid: None, "a"),
+        (lambda state, pid: state.touch(state.find("b").pid), "a"),
+        (SpillState.touch, "b"),
+        (_use, "b"),
+        (lambda state, pid: state.alias("other name", pid), "b"),
+        (lambda state, pid: state.renew(pid), "b"),
+        (lambda state, pid: state.expect_use("a", "task", (1.0,)), "b"),
+    ],
+    ids=["nothing", "another is read", "read", "in use", "stored again", "stored anew", "needed"],
+)
+def test_what_was_written_and_stays_keeps_its_turn_unless_it_is_used_meanwhile(meanwhile, victim):
+    state = SpillState(limit=30)
+    assert _written_for_nothing(state, partial(meanwhile, state)) == victim
+    assert state.counters.clean_drops == (victim == "a")
+
+
+def test_a_victim_without_a_record_keeps_its_turn_as_well():
+    state = SpillState(limit=30, keep_clean=False)
+    assert _written_for_nothing(state, lambda pid: None) == "a"
+    assert state.counters.clean_drops == 0
 
 
 def test_values_with_a_copy_below_go_first_once_they_are_used_up():
