@@ -60,31 +60,32 @@ class Engine:
         self._wakes = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._start = _Start()
         self._spilling: set[int] = set()
         self._pool = ThreadPoolExecutor(restore_threads, thread_name_prefix=f"gpuspill-restore-{name}")
-        self._reaper = _Worker(f"gpuspill-reaper-{name}", self._condition)
-        self._deleter = _Worker(f"gpuspill-deleter-{name}", self._condition)
+        self._reaper = _Worker(f"gpuspill-reaper-{name}")
+        self._deleter = _Worker(f"gpuspill-deleter-{name}")
 
     # -- spilling ----------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """There may be something to spill. Cheap, never blocks for longer than it takes to start a thread once."""
+        """There may be something to spill. Cheap, never blocks for longer than it takes to start the threads once."""
         if self.spilling_here:
             return  # it looks again by itself
         with self._condition:
             if self._closed:
                 return
             self._wakes += 1
-            while len(self._threads) < self._spill_threads:
-                thread = threading.Thread(
-                    target=self._spill_loop,
-                    name=f"gpuspill-spill-{self._name}-{len(self._threads)}",
-                    daemon=True,
-                )
-                if len(self._threads) < self._spill_threads:  # a finaliser may have been here meanwhile
-                    self._threads.append(thread)
-                    thread.start()
             self._condition.notify_all()
+        if len(self._threads) < self._spill_threads:
+            self._start.attempt(self._start_spilling)
+
+    def _start_spilling(self) -> None:
+        while len(self._threads) < self._spill_threads and not self._closed:
+            name = f"gpuspill-spill-{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=self._spill_loop, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     @property
     def spilling_here(self) -> bool:
@@ -158,6 +159,32 @@ class Engine:
         self._deleter.close()
 
 
+class _Start:
+    """Starts threads, one caller at a time, with no lock that anybody waits for.
+
+    The garbage collector may run while a thread is being made or is beginning, and a finaliser that it runs, in the
+    same thread or in the new one, may ask for the same.
+    """
+
+    def __init__(self) -> None:
+        self.claim = threading.Lock()
+        self._failed = False
+
+    def attempt(self, start: Callable[[], None]) -> None:
+        """Call `start` unless somebody is about to. If it can start no thread, that is logged once; ask again later."""
+        if not self.claim.acquire(blocking=False):
+            return
+        try:
+            start()
+            self._failed = False
+        except RuntimeError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning("cannot start a thread, which is tried again when it is needed next: %s", error)
+        finally:
+            self.claim.release()
+
+
 class _Worker:
     """A thread that runs what it is given, in order; it starts with the first.
 
@@ -165,38 +192,42 @@ class _Worker:
     ----------
     name
         Of the thread.
-    lock
-        Guards its start; re-entrant, as a finaliser may come by with work.
     """
 
-    def __init__(self, name: str, lock: threading.Condition) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = lock
+        self._start = _Start()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def put(self, work: Callable[[], None]) -> None:
-        """Run `work` soon. Takes no lock once the thread runs."""
+        """Run `work` soon. Waits for nobody."""
         self._queue.put(work)
         if self._thread is None:
-            with self._lock:
-                if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
+            self._start.attempt(self._begin)
+
+    def _begin(self) -> None:
+        if self._thread is None and not self._closed:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
-        while True:
-            work = self._queue.get()
-            if work is None:
-                return
+        while (work := self._queue.get()) is not None:
             Engine._guarded(work)
             del work  # or its values would live until the next one comes
 
     def close(self) -> None:
         """Run what was given, then end. Blocks."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
+        if self._thread is None and self._start.claim.acquire(blocking=False):
+            # There is no thread, though one may have been asked for in vain, and now there will be none.
+            while not self._queue.empty():
+                work = self._queue.get()
+                if work is not None:
+                    Engine._guarded(work)
+            return
+        self._queue.put(None)
         if self._thread is not None:
-            self._queue.put(None)
             self._thread.join()

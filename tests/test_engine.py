@@ -2,9 +2,11 @@
 
 import gc
 import logging
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -156,32 +158,114 @@ def test_a_step_that_raises_is_called_again(make, caplog):
     assert "a bug" in caplog.text
 
 
-def test_being_woken_by_a_finaliser_while_waking(make, monkeypatch):
-    """The garbage collector may run anywhere, and finalisers may use the store."""
-    steps = Steps()
-    engine = make(steps, spill_threads=3)
-    woken = []
+class Trash:
+    """Garbage in a cycle, whose finaliser does something: it runs with the next collection."""
 
-    class Trash:
-        def __init__(self) -> None:
-            self.me = self
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.me = self
+        self.action = action
 
-        def __del__(self) -> None:
-            woken.append(len(engine._threads))
+    def __del__(self) -> None:
+        self.action()
+
+
+@pytest.mark.parametrize("when", ["made", "beginning"])
+@pytest.mark.parametrize("first", ["wake", "reap", "delete"])
+@pytest.mark.parametrize("second", ["wake", "reap", "delete"])
+def test_a_finaliser_that_uses_the_engine_while_a_thread_is_started(make, monkeypatch, when, first, second):
+    """The garbage collector may run anywhere, also in a thread that has not said yet that it has begun."""
+    engine = make(Steps(), spill_threads=3)
+    done: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def use(method: str) -> None:
+        if method == "wake":
             engine.wake()
+            done.put(method)
+        else:
+            getattr(engine, method)(partial(done.put, method))
 
     class Thread(threading.Thread):
         def __init__(self, *args: object, **options: object) -> None:
-            gc.collect()
+            if when == "made":
+                gc.collect()
             super().__init__(*args, **options)  # type: ignore[arg-type]
 
+        def _bootstrap_inner(self) -> None:
+            if when == "beginning":
+                gc.collect()
+            super()._bootstrap_inner()  # type: ignore[misc]
+
     gc.collect()
-    monkeypatch.setattr("gpuspill.engine.threading.Thread", Thread)
-    Trash()
-    engine.wake()
-    assert woken == [0]
-    assert len(engine._threads) == 3
-    assert len(ours()) == 3
+    gc.disable()
+    try:
+        Trash(partial(use, second))
+        with monkeypatch.context() as patch:
+            patch.setattr("gpuspill.engine.threading.Thread", Thread)
+            working = _plain_thread(partial(use, first))
+            working.join(TIMEOUT)
+            assert not working.is_alive(), "stuck"
+    finally:
+        gc.enable()
+    assert sorted(done.get(timeout=TIMEOUT) for _ in range(2)) == sorted([first, second])
+    names = ours()
+    assert len(names) == len(set(names)), "two of a kind"
+    assert len(engine._threads) == (3 if "wake" in (first, second) else 0)
+    closing = _plain_thread(engine.close)
+    closing.join(TIMEOUT)
+    assert not closing.is_alive(), "closing waits for ever"
+    assert ours() == []
+
+
+def _plain_thread(target: Callable[[], object]) -> threading.Thread:
+    thread = _Plain(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+_Plain = threading.Thread
+
+
+@pytest.mark.parametrize("method", ["wake", "reap", "delete"])
+def test_a_thread_that_cannot_be_started_is_tried_again(make, monkeypatch, caplog, method):
+    steps = Steps()
+    engine = make(steps)
+    done = []
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    def use(what: str) -> None:
+        engine.wake() if method == "wake" else getattr(engine, method)(partial(done.append, what))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpuspill.engine.threading.Thread", NoThread)
+        use("first")
+        use("second")
+    assert ours() == []
+    assert [record.message for record in caplog.records] == [
+        "cannot start a thread, which is tried again when it is needed next: can't start new thread"
+    ]
+    use("third")
+    if method == "wake":
+        steps.wait(1)
+    engine.close()
+    assert done == ([] if method == "wake" else ["first", "second", "third"])
+
+
+def test_closing_does_what_no_thread_could_be_started_for(make, monkeypatch):
+    engine = make(Steps())
+    done = []
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("gpuspill.engine.threading.Thread", NoThread)
+    engine.reap(partial(done.append, "reaped"))
+    engine.delete(partial(done.append, "deleted"))
+    engine.close()
+    assert done == ["reaped", "deleted"]
 
 
 def test_work_is_done_by_restore_threads_at_most_so_many_at_a_time(make):

@@ -16,8 +16,8 @@ nothing, while the others have to be written; in a scan they then stay where the
 written at all. Some are spared because word to delete what has just been used up is often on its way:
 writing it would be for nothing.
 
-A victim that was written and stays after all, because room came otherwise, keeps its turn unless somebody used it
-meanwhile: it goes first, without another write.
+A victim that was written and stays after all, because room came otherwise, keeps its turn if its record is kept and
+nobody used it meanwhile: it goes first, without another write.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ class Spills:
         """The record is written and verified.
 
         The value in memory is let go if its room is still needed and nobody took it up meanwhile; else the record stays
-        behind as a clean copy, if such are kept, and the value keeps its turn unless somebody used it meanwhile. A
-        record that turns out so much larger than was reserved that it is over the quota is given up: the value stays in
-        memory, as if the write had failed.
+        behind as a clean copy, if such are kept, and with it the value keeps its turn unless somebody used it
+        meanwhile. A record that turns out so much larger than was reserved that it is over the quota is given up: the
+        value stays in memory, as if the write had failed.
 
         Parameters
         ----------
@@ -130,7 +130,8 @@ class Spills:
                 records.give_up(entry)
                 self._candidates.classify(entry)
             else:
-                self._candidates.classify(entry, first=untouched)
+                # Without its record it would be written again, and perhaps once more for nothing.
+                self._candidates.classify(entry, first=untouched and records.keep_clean)
                 if wanted and self._candidates.available(pid):
                     self._lifetimes.drop(entry, clean=False)
                 elif not records.keep_clean:
