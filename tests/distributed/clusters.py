@@ -6,9 +6,11 @@ import asyncio
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
+from distributed.threadpoolexecutor import ThreadPoolExecutor
 from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
 
 import gpuspill
@@ -106,7 +108,22 @@ async def at_rest(worker) -> None:
 async def all_spilled(*workers) -> None:
     """Spill whatever can be spilled."""
     for worker in workers:
+        await asyncio.to_thread(_results_let_go, worker)
         await asyncio.to_thread(worker.data.manager.evict_all)
+
+
+def _results_let_go(worker) -> None:
+    """Wait until no thread that has run a task holds on to the result any more, as it does for a moment after the end.
+
+    What somebody holds is not spilled.
+    """
+    executor = worker.executors["default"]
+    idle = worker.state.nthreads - worker.state.executing_count
+    if idle > 0 and isinstance(executor, ThreadPoolExecutor):
+        # Each waits for the others, so none runs two of them.
+        together = threading.Barrier(idle)
+        for future in [executor.submit(together.wait, 60) for _ in range(idle)]:
+            future.result(60)
 
 
 def attached(worker):
