@@ -12,6 +12,7 @@ import pytest
 
 from gpuspill.engine import Engine
 from gpuspill.testing.stores import Gate
+from tests.threads import in_thread
 
 TIMEOUT = 60
 FOREVER = float("inf")
@@ -195,34 +196,32 @@ def test_a_finaliser_that_uses_the_engine_while_a_thread_is_started(make, monkey
                 gc.collect()
             super()._bootstrap_inner()  # type: ignore[misc]
 
+    def use_while_threads_collect() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("gpuspill.engine.threading.Thread", Thread)
+            use(first)
+
     gc.collect()
     gc.disable()
     try:
         Trash(partial(use, second))
-        with monkeypatch.context() as patch:
-            patch.setattr("gpuspill.engine.threading.Thread", Thread)
-            working = _plain_thread(partial(use, first))
-            working.join(TIMEOUT)
-            assert not working.is_alive(), "stuck"
+        in_thread(use_while_threads_collect)()
     finally:
         gc.enable()
     assert sorted(done.get(timeout=TIMEOUT) for _ in range(2)) == sorted([first, second])
     names = ours()
     assert len(names) == len(set(names)), "two of a kind"
     assert len(engine._threads) == (3 if "wake" in (first, second) else 0)
-    closing = _plain_thread(engine.close)
-    closing.join(TIMEOUT)
-    assert not closing.is_alive(), "closing waits for ever"
+    in_thread(engine.close)()
     assert ours() == []
 
 
-def _plain_thread(target: Callable[[], object]) -> threading.Thread:
-    thread = _Plain(target=target, daemon=True)
-    thread.start()
-    return thread
+class NoThread(threading.Thread):
+    """One more than the system allows."""
 
-
-_Plain = threading.Thread
+    def start(self) -> None:
+        """See the class."""
+        raise RuntimeError("can't start new thread")
 
 
 @pytest.mark.parametrize("method", ["wake", "reap", "delete"])
@@ -230,10 +229,6 @@ def test_a_thread_that_cannot_be_started_is_tried_again(make, monkeypatch, caplo
     steps = Steps()
     engine = make(steps)
     done = []
-
-    class NoThread(threading.Thread):
-        def start(self) -> None:
-            raise RuntimeError("can't start new thread")
 
     def use(what: str) -> None:
         engine.wake() if method == "wake" else getattr(engine, method)(partial(done.append, what))
@@ -256,10 +251,6 @@ def test_a_thread_that_cannot_be_started_is_tried_again(make, monkeypatch, caplo
 def test_closing_does_what_no_thread_could_be_started_for(make, monkeypatch):
     engine = make(Steps())
     done = []
-
-    class NoThread(threading.Thread):
-        def start(self) -> None:
-            raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("gpuspill.engine.threading.Thread", NoThread)
     engine.reap(partial(done.append, "reaped"))

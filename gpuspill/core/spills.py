@@ -150,7 +150,7 @@ class Spills:
             It can never be spilled (not serialisable); otherwise it is blocked until it is tried again.
         """
         entry = self._entry(pid)
-        self._candidates.queue.untouched(pid)
+        self._candidates.unlist(pid)  # whether it was used meanwhile does not matter any more
         self._records.unwritten(entry)
         self._charges.end_spill(entry)
         entry.fail()
