@@ -37,7 +37,16 @@ import xxhash
 from gpuspill.errors import RecordCorrupt, Unspillable
 from gpuspill.storage.base import Buffer
 
-__all__ = ["ALIGNMENT", "RecordEncoder", "StoredFrame", "decode_record", "encoded_nbytes", "flat", "whole_pages"]
+__all__ = [
+    "ALIGNMENT",
+    "PayloadHash",
+    "RecordEncoder",
+    "StoredFrame",
+    "decode_record",
+    "encoded_nbytes",
+    "flat",
+    "whole_pages",
+]
 
 #: Frames start at multiples of this many bytes: what NumPy, Arrow and vector units like to find.
 ALIGNMENT = 64
@@ -255,6 +264,34 @@ class RecordEncoder:
         return footer[: -_CHECKSUM.size] + _CHECKSUM.pack(self.checksum)
 
 
+class PayloadHash:
+    """The checksum of a record whose payload comes in pieces; used once, by one thread.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of the payload that were fed.
+    """
+
+    __slots__ = ("_hash", "nbytes")
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self.nbytes = 0
+
+    def feed(self, piece: memoryview) -> None:
+        """Note the next bytes of the payload."""
+        self._hash.update(piece)
+        self.nbytes += piece.nbytes
+
+    def finish(self, payload: memoryview, rest: memoryview, *, hashed: bool) -> int:
+        """Return the checksum of the payload, what was not fed of it included if `hashed`, and of `rest`."""
+        if hashed:
+            self.feed(payload[self.nbytes :])
+        self._hash.update(rest)
+        return self._hash.intdigest()
+
+
 def decode_record(
     payload: memoryview,
     footer: memoryview,
@@ -262,6 +299,7 @@ def decode_record(
     where: str = "record",
     *,
     hashed: bool = True,
+    seen: PayloadHash | None = None,
 ) -> tuple[bytes, list[StoredFrame]]:
     """Verify a record and take it apart.
 
@@ -277,6 +315,8 @@ def decode_record(
         Names the record in messages.
     hashed
         As the encoder said. If not, `payload` is not looked at, and only its length is checked.
+    seen
+        What of `payload` was hashed already; by default nothing.
 
     Returns
     -------
@@ -293,11 +333,7 @@ def decode_record(
     (stored_nbytes, header_nbytes, n_frames, names_nbytes, version, magic, written) = _TAIL.unpack_from(
         footer, footer.nbytes - _TAIL.size
     )
-    hasher = xxhash.xxh3_64()
-    if hashed:
-        hasher.update(payload)
-    hasher.update(footer[: -_CHECKSUM.size])
-    found = hasher.intdigest()
+    found = (PayloadHash() if seen is None else seen).finish(payload, footer[: -_CHECKSUM.size], hashed=hashed)
     if checksum is None:
         checksum = written
     if not found == written == checksum:

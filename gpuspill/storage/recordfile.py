@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from gpuspill.storage.vectored import read_all, write_all
+from gpuspill.storage.vectored import write_all
 
-__all__ = ["NewFile", "read_file"]
+__all__ = ["NewFile", "open_record"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,9 @@ def _nothing() -> None:
     """Stand in for `before_each`."""
 
 
-def read_file(directory_fd: int, name: str, buffers: Sequence[memoryview], enough: int | None = None) -> int:
-    """Fill buffers, in order, from a file.
+@contextmanager
+def open_record(directory_fd: int, name: str) -> Iterator[int]:
+    """Open a complete record for reading; yields its file descriptor. Raises OSError.
 
     Parameters
     ----------
@@ -132,23 +133,9 @@ def read_file(directory_fd: int, name: str, buffers: Sequence[memoryview], enoug
         The open directory it is in.
     name
         Its name.
-    buffers
-        Writable flat bytes.
-    enough
-        See :func:`gpuspill.storage.vectored.read_all`.
-
-    Returns
-    -------
-    int
-        Bytes read: fewer than `enough` only if the file ends before.
-
-    Raises
-    ------
-    OSError
-        As the system reports it.
     """
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
-        return read_all(fd, buffers, enough)
+        yield fd
     finally:
         os.close(fd)

@@ -70,8 +70,8 @@ def write_all(fd: int, buffers: Sequence[memoryview], before_each: Callable[[], 
     return total
 
 
-def read_all(fd: int, buffers: Sequence[memoryview], enough: int | None = None) -> int:
-    """Fill buffers, in order, from the start of a file.
+def read_all(fd: int, buffers: Sequence[memoryview], enough: int | None = None, start: int = 0) -> int:
+    """Fill buffers, in order, from a file.
 
     Parameters
     ----------
@@ -82,6 +82,8 @@ def read_all(fd: int, buffers: Sequence[memoryview], enough: int | None = None) 
     enough
         Do not ask again once so many bytes are there; by default as many as the buffers hold. Buffers for one byte
         more tell whether the file goes on, without a call of its own.
+    start
+        Where in the file the first byte is, bytes.
 
     Returns
     -------
@@ -97,7 +99,7 @@ def read_all(fd: int, buffers: Sequence[memoryview], enough: int | None = None) 
     index, offset = _advance(buffers, 0, 0, 0)
     while index < len(buffers) and (enough is None or total < enough):
         try:
-            moved = os.preadv(fd, _batch(buffers, index, offset), total)
+            moved = os.preadv(fd, _batch(buffers, index, offset), start + total)
         except InterruptedError:
             continue
         if moved <= 0:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from gpuspill.errors import QuotaExceeded, RecordCorrupt, RecordLost, StorageError, StorageFull
+from gpuspill.storage import transfer
 from gpuspill.storage.codecs import Codec, CodecChooser
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.stores import Pieces
@@ -117,6 +118,12 @@ class TestSizes:
 
 class TestDamage:
     """Whatever happened to a file, a read returns what was written or says that it is lost."""
+
+    @pytest.fixture(params=[None, 1, 7, 64], autouse=True, ids=lambda nbytes: f"pieces of {nbytes or 'the usual size'}")
+    def piece(self, request, monkeypatch):
+        """How many bytes are read and hashed at a time."""
+        if request.param is not None:
+            monkeypatch.setattr(transfer, "_PIECE_NBYTES", request.param)
 
     @pytest.fixture
     def receipt(self, store):
@@ -307,6 +314,79 @@ class TestDamage:
         gc.collect()
         assert len(errors) == len(buffers) == 1
         assert buffers[0]() is None
+
+
+class TestPieces:
+    """Records that are larger than what is read and hashed at a time."""
+
+    PIECE = transfer._PIECE_NBYTES
+
+    @pytest.mark.parametrize("nbytes", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1, 5 * PIECE - 100])
+    def test_what_was_written_comes_back(self, store, nbytes, monkeypatch):
+        data = os.urandom(nbytes)
+        receipt = store.write(b"header", [data])
+        preadv, sizes = os.preadv, []
+
+        def spy(fd, buffers, offset):
+            sizes.append(buffers[0].nbytes)
+            return preadv(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", spy)
+        assert contents(store.read(receipt)) == (b"header", [data])
+        # The last piece, the footer, and that there is no more: one call.
+        assert sizes[:-1] == [self.PIECE] * (len(sizes) - 1)
+        assert sum(sizes) == receipt.stored_nbytes
+
+    def test_frames_end_where_they_like(self, store):
+        frames = [os.urandom(nbytes) for nbytes in (3, self.PIECE - 3, 0, 1, 2 * self.PIECE, 100)]
+        receipt = store.write(b"header", frames)
+        assert contents(store.read(receipt)) == (b"header", frames)
+
+    @pytest.mark.parametrize("position", [0, PIECE - 1, PIECE, 2 * PIECE - 1, 2 * PIECE, 3 * PIECE + 9, -1, -20, -100])
+    def test_damage(self, store, position):
+        receipt = store.write(b"header", [os.urandom(3 * self.PIECE + 10)])
+        with open(store.path_of(receipt), "r+b") as file:
+            file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        with pytest.raises(RecordCorrupt, match="checksum"):
+            store.read(receipt)
+
+    @pytest.mark.parametrize("nbytes", [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE, 3 * PIECE + 10])
+    def test_cut_off(self, store, nbytes):
+        receipt = store.write(b"header", [os.urandom(3 * self.PIECE + 10)])
+        os.truncate(store.path_of(receipt), nbytes)
+        with pytest.raises(RecordLost, match=f"has {nbytes:,} bytes; {receipt.nbytes:,} were written"):
+            store.read(receipt)
+
+    @pytest.mark.parametrize("nth", [1, 2, 4])
+    def test_a_call_that_fails(self, store, monkeypatch, nth):
+        data = os.urandom(3 * self.PIECE + 10)
+        receipt = store.write(b"header", [data])
+        with monkeypatch.context() as patch:
+            fail_nth(patch, "preadv", nth, errno.EIO)
+            with pytest.raises(StorageError, match="reading .* failed"):
+                store.read(receipt)
+        assert contents(store.read(receipt)) == (b"header", [data])
+
+    def test_calls_that_move_less_than_asked(self, store, monkeypatch):
+        data = os.urandom(2 * self.PIECE + 10)
+        receipt = store.write(b"header", [data])
+        preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:100_001]], at))
+        assert contents(store.read(receipt)) == (b"header", [data])
+
+    def test_times_are_told_apart(self, tmp_path):
+        """The clock shows how often it was asked: once more at the end of each read and of each hash."""
+        ticks = itertools.count()
+        told = {}
+        with FileStore(tmp_path, clock=lambda: next(ticks), metrics=lambda *told_of: told.update([told_of[:2]])) as store:
+            receipt = store.write(b"header", [os.urandom(3 * self.PIECE + 10)])
+            store.read(receipt)
+        assert told["checksum"] == 3 + 1  # three pieces, and the rest
+        # From the first to the last look at the clock, 7 ticks, without what was hashed meanwhile.
+        assert told["disk-read"] == 7 - 3
 
 
 def fail_nth(monkeypatch, name, nth, number, partial=False):

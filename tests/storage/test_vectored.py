@@ -161,3 +161,21 @@ def test_before_each_can_stop_a_write(fd):
     with pytest.raises(RuntimeError, match="enough"):
         write_all(fd, make_buffers([1] * 5000), stop)
     assert os.fstat(fd).st_size == 2 * vectored._IOV_MAX
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 5, 9])
+def test_from_the_middle(fd, start):
+    os.write(fd, b"12345")
+    target = memoryview(bytearray(2)), memoryview(bytearray(2))
+    expected = b"12345"[start:][:4]
+    assert read_all(fd, target, start=start) == len(expected)
+    assert (bytes(target[0]) + bytes(target[1])).rstrip(b"\0") == expected
+
+
+def test_the_middle_in_small_moves(fd, monkeypatch):
+    os.write(fd, b"0123456789")
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:1]], at))
+    target = memoryview(bytearray(3)), memoryview(bytearray(2))
+    assert read_all(fd, target, start=4) == 5
+    assert bytes(target[0]) + bytes(target[1]) == b"45678"
