@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from gpuspill.bench.arms import ARMS, ClusterShape, open_cluster
 from gpuspill.bench.job import benchmark
 from gpuspill.bench.persist_sum import ROWS, PersistSum
 from gpuspill.bench.tiny import BATCH, Tiny, _Contestant, _order
+from gpuspill.bench.watch import Watch, restart
 from gpuspill.errors import ConfigError
 
 MIB = 2**20
@@ -179,3 +181,18 @@ def test_the_array_is_the_same_every_time_and_half_zero_if_compressible() -> Non
     assert (values[1::2] == 0).all()
     assert (values[::2] > 0).all()
     assert float(values.sum()) == pytest.approx(job.reference(), rel=1e-12)
+
+
+def _full_collections() -> int:
+    return int(gc.get_stats()[2]["collections"])
+
+
+@pytest.mark.cluster
+def test_garbage_is_collected_before_anything_is_measured() -> None:
+    """Else it depends on what an arm has imported whether a full collection falls into its job."""
+    shape = ClusterShape(workers=2, threads=1, memory_limit=1024 * MIB)
+    with open_cluster(ARMS["nospill"], shape, watch=Watch(), silence=logging.CRITICAL) as client:
+        before = client.run(_full_collections)
+        restart(client)
+        after = client.run(_full_collections)
+    assert all(after[worker] > before[worker] for worker in before)
