@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -194,7 +194,8 @@ class Metadata:
             if engine is not None:
                 engine.wake()
         if self.promptly:
-            self._finish(values, receipts, [])
+            values.clear()
+            self._delete(receipts)
             receipts, nbytes = [], 0
         for admission in granted:
             admission.fulfil()
@@ -202,7 +203,7 @@ class Metadata:
         if receipts or nbytes > _REAP_NBYTES:
             self._let_go(values, receipts, loosened)
         elif loosened:
-            self._finish(values, receipts, loosened)
+            self._release(values, loosened)
         for action in deferred:
             try:
                 action()
@@ -213,17 +214,20 @@ class Metadata:
         engine = self.engine
         if engine is None or self.closed or engine.spilling_here:
             # A spill thread waits for the room on disk that the deleted records leave, so it deletes them itself.
-            self._finish(values, receipts, loosened)
+            self._release(values, loosened)
+            self._delete(receipts)
             return
         if values or loosened:
-            engine.reap(partial(self._finish, values, [], loosened))
+            engine.reap(partial(self._release, values, loosened))
         if receipts:
-            engine.delete(partial(self._finish, [], receipts, []))
+            engine.delete(partial(self._delete, receipts))
 
-    def _finish(self, values: list[object], receipts: list[Receipt], loosened: list[int]) -> None:
+    def _release(self, values: list[object], loosened: list[int]) -> None:
         values.clear()
         if loosened:
             with self as state:
                 state.loosen(loosened)
+
+    def _delete(self, receipts: Iterable[Receipt]) -> None:
         for receipt in receipts:
             self._store.delete(receipt)
