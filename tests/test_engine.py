@@ -72,7 +72,11 @@ def test_there_is_no_thread_before_one_is_needed(make):
     reaped = threading.Event()
     engine.reap(reaped.set)
     assert reaped.wait(TIMEOUT)
-    assert {name.rsplit("-", 1)[0] for name in ours()} >= {"gpuspill-spill-test", "gpuspill-reaper"}
+    assert {name.rsplit("-", 1)[0] for name in ours()} >= {
+        "gpuspill-spill-test",
+        "gpuspill-restore-test",
+        "gpuspill-reaper-test",
+    }
     engine.close()
     assert ours() == []
 
@@ -171,8 +175,8 @@ class Trash:
 
 
 @pytest.mark.parametrize("when", ["made", "beginning"])
-@pytest.mark.parametrize("first", ["wake", "reap", "delete"])
-@pytest.mark.parametrize("second", ["wake", "reap", "delete"])
+@pytest.mark.parametrize("first", ["wake", "reap", "delete", "submit"])
+@pytest.mark.parametrize("second", ["wake", "reap", "delete", "submit"])
 def test_a_finaliser_that_uses_the_engine_while_a_thread_is_started(make, monkeypatch, when, first, second):
     """The garbage collector may run anywhere, also in a thread that has not said yet that it has begun."""
     engine = make(Steps(), spill_threads=3)
@@ -211,9 +215,120 @@ def test_a_finaliser_that_uses_the_engine_while_a_thread_is_started(make, monkey
     assert sorted(done.get(timeout=TIMEOUT) for _ in range(2)) == sorted([first, second])
     names = ours()
     assert len(names) == len(set(names)), "two of a kind"
-    assert len(engine._threads) == (3 if "wake" in (first, second) else 0)
+    assert len(engine._spillers._threads) == (3 if "wake" in (first, second) else 0)
     in_thread(engine.close)()
     assert ours() == []
+
+
+@pytest.mark.parametrize("when", ["made", "beginning"])
+@pytest.mark.parametrize("method", ["wake", "reap", "delete", "submit"])
+def test_a_finaliser_that_closes_the_engine_while_a_thread_is_started(make, monkeypatch, when, method):
+    engine = make(Steps(), spill_threads=3)
+    monkeypatch.setattr("gpuspill.engine._PATIENCE", 1)
+    done = []
+
+    class Thread(threading.Thread):
+        def __init__(self, *args: object, **options: object) -> None:
+            if when == "made":
+                engine.close()
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+
+        def _bootstrap_inner(self) -> None:
+            if when == "beginning":
+                engine.close()
+            super()._bootstrap_inner()  # type: ignore[misc]
+
+    def use() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("gpuspill.engine.threading.Thread", Thread)
+            engine.wake() if method == "wake" else getattr(engine, method)(partial(done.append, method))
+
+    in_thread(use)()
+    assert done == ([] if method == "wake" else [method])
+    assert ours() == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("method", ["wake", "reap", "delete", "submit"])
+def test_closing_while_somebody_starts_a_thread(make, monkeypatch, method, fails):
+    """Nothing is forgotten, and no thread left, whoever is done first."""
+    engine = make(Steps())
+    gate = Gate()
+    done = []
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            if self.name.startswith("gpuspill-"):
+                gate.pass_through()
+            if fails and self.name.startswith("gpuspill-"):
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    def use() -> None:
+        engine.wake() if method == "wake" else getattr(engine, method)(partial(done.append, method))
+
+    def close() -> None:
+        engine.close()
+        assert ours() == []
+
+    monkeypatch.setattr("gpuspill.engine._PATIENCE", 100 * TIMEOUT)
+    with monkeypatch.context() as patch:
+        patch.setattr("gpuspill.engine.threading.Thread", Thread)
+        using = in_thread(use)
+        assert gate.arrived.acquire(timeout=TIMEOUT)
+    closing = in_thread(close)
+    gate.open()
+    using()
+    closing()
+    assert done == ([] if method == "wake" else [method])
+    assert ours() == []
+
+
+@pytest.mark.parametrize("method", ["reap", "delete", "submit"])
+def test_closing_from_one_of_the_threads(make, method):
+    """It cannot wait for itself; it ends when it has done what it is doing."""
+    engine = make(Steps(), restore_threads=1)
+    closed = threading.Event()
+    done = []
+
+    def close() -> None:
+        done.append(threading.current_thread())
+        engine.close()
+        closed.set()
+
+    getattr(engine, method)(close)
+    assert closed.wait(TIMEOUT)
+    done[0].join(TIMEOUT)
+    assert ours() == []
+
+
+@pytest.mark.parametrize("method", ["wake", "reap", "delete", "submit"])
+def test_no_thread_is_started_when_python_ends(make, monkeypatch, method):
+    """It would never begin, and whoever starts it waits for that."""
+    engine = make(Steps())
+    done = []
+    with monkeypatch.context() as patch:
+        patch.setattr("gpuspill.engine.sys.is_finalizing", lambda: True)
+        patch.setattr("gpuspill.engine.threading.Thread", pytest.fail)
+        if method == "wake":
+            engine.wake()
+        elif method == "submit":
+            assert not engine.submit(pytest.fail)
+        else:
+            getattr(engine, method)(partial(done.append, method))
+    assert done == ([method] if method in ("reap", "delete") else [])
+
+
+def test_somebody_waits_for_what_no_restore_thread_can_be_started_for(make, monkeypatch):
+    engine = make(Steps())
+    done = []
+    with monkeypatch.context() as patch:
+        patch.setattr("gpuspill.engine.threading.Thread", NoThread)
+        assert engine.submit(partial(done.append, "here"))
+        assert done == ["here"]
+    assert engine.submit(partial(done.append, "there"))
+    engine.close()
+    assert done == ["here", "there"]
 
 
 class NoThread(threading.Thread):
