@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING
 
@@ -48,9 +49,7 @@ class Admission:
         "__weakref__",
         "_admitter",
         "_callbacks",
-        "_event",
-        "_lock",
-        "_released",
+        "_unreleased",
         "asked_at",
         "awaited",
         "output_nbytes",
@@ -75,10 +74,10 @@ class Admission:
         self.output_nbytes = output_nbytes
         self.asked_at = asked_at
         self.awaited = False
-        self._released = False
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._event: threading.Event | None = None
+        # No lock: a finaliser may make the room that is waited for here, in this very thread, at any point. Each step
+        # is one operation that Python makes atomic.
+        self._unreleased = [True]
+        self._callbacks: deque[Callable[[], None]] = deque()
 
     @property
     def granted(self) -> bool:
@@ -103,36 +102,36 @@ class Admission:
         bool
             Whether it is granted (or released) now.
         """
-        with self._lock:
-            if self.granted or self._released:
-                return True
-            self.awaited = True
-            if self._event is None:
-                self._event = threading.Event()
-            event = self._event
-        # A grant between the check and here sets the event or is seen by fulfil(), which takes the
-        # same lock.
-        return event.wait(timeout)
+        if self._settled():
+            return True
+        waiting = threading.Lock()
+        waiting.acquire()
+        self.add_done_callback(waiting.release)
+        return waiting.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback` once granted or released: now, in this thread, if it is; else in the thread that makes room.
 
         The callback must not block and must not raise.
         """
-        with self._lock:
-            if not (self.granted or self._released):
-                self.awaited = True
-                self._callbacks.append(callback)
-                return
+        if not self._settled():
+            self.awaited = True
+            self._callbacks.append(callback)
+            if self._settled():
+                self.fulfil()  # it may have come too late for whoever settled it
+            return
         callback()
+
+    def _settled(self) -> bool:
+        return self.reservation.granted or not self._unreleased
 
     def fulfil(self) -> None:
         """Tell those who wait. Called by the manager after the core granted it, without a lock held."""
-        with self._lock:
-            callbacks, self._callbacks = self._callbacks, []
-            if self._event is not None:
-                self._event.set()
-        for callback in callbacks:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return  # somebody else tells the last
             try:
                 callback()
             except Exception:
@@ -141,10 +140,10 @@ class Admission:
 
     def release(self) -> None:
         """Undo the pins and give back what is left of the promise. Idempotent; also ends a wait."""
-        with self._lock:
-            if self._released:
-                return
-            self._released = True
+        try:
+            self._unreleased.pop()
+        except IndexError:
+            return
         self._admitter.release(self)
         self.fulfil()
 

@@ -147,6 +147,18 @@ class Metadata:
             assert slots.undecoded == sum(type(slot.value) is Encoded for slot in slots.values())
             assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
 
+    @property
+    def held_here(self) -> bool:
+        """Whether the calling thread, which is in no block, is in the middle of one all the same.
+
+        So it is in a finaliser that runs in the middle of one, or just when one begins or ends.
+        """
+        try:
+            threading.Condition(self._lock).notify(0)  # wakes nobody, but has to be asked by whoever has the lock
+        except RuntimeError:
+            return False
+        return True
+
     def __enter__(self) -> SpillState:
         self._lock.acquire()
         self._depth += 1

@@ -83,6 +83,11 @@ class Restorer:
 
     # -- under the lock ------------------------------------------------------------------------------
 
+    @property
+    def _may_not_wait(self) -> bool:
+        """Whether a finaliser asks, in the middle of a change or of an operation of the store."""
+        return self._metadata.nested or self._store.inside
+
     def ready(self, entry: Entry) -> bool:
         """Whether the value of an entry can be handed out at once."""
         return entry.resident and self._metadata.slots.ready(entry.pid)
@@ -149,7 +154,7 @@ class Restorer:
             pid = entry.pid
             if self.ready(entry):
                 return self.hit(entry)
-            if self._metadata.nested or self._metadata.slots[pid].reader == threading.get_ident():
+            if self._may_not_wait or self._metadata.slots[pid].reader == threading.get_ident():
                 return self._copy(key, pid)
             future, ours = self._begin(key, pid, admission)
             if ours:
@@ -158,6 +163,8 @@ class Restorer:
             self.loop_io += 1
         if ours:
             self._restore(pid)
+        elif not future.done() and self._metadata.held_here:
+            return self._copy(key, pid)
         return self.outcome(key, future)
 
     def start(self, key: Hashable, pid: int, admission: Admission | None = None) -> Future[Any]:
@@ -172,7 +179,7 @@ class Restorer:
                 if self.ready(entry):
                     done.set_result(self.hit(entry))
                     return done
-                if self._metadata.nested:
+                if self._may_not_wait:
                     done.set_result(self._copy(key, pid))
                     return done
                 future, ours = self._begin(key, pid, admission)
@@ -186,8 +193,9 @@ class Restorer:
     def _copy(self, key: Hashable, pid: int) -> Any:
         """Return a copy of a value that is not ready, and change nothing.
 
-        For a finaliser that runs in the middle of a change, or that asks for the very value that its thread is about to
-        bring back (so may a deserialiser). It cannot wait for whoever restores the value: that waits for this thread.
+        For a finaliser that runs in the middle of a change or of an operation of the store, or that asks for the very
+        value that its thread is about to bring back (so may a deserialiser). It cannot wait for whoever restores the
+        value: that waits for this thread.
         """
         slot = self._metadata.slots[pid]
         if slot.loss is not None:

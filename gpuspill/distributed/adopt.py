@@ -53,7 +53,8 @@ class AdoptingStore(WrapperStore):
     def __init__(self, store: Store, metrics: Metrics) -> None:
         super().__init__(store)
         self._metrics = metrics
-        self._lock = threading.Lock()
+        # Re-entrant, for finalisers; each change below is one operation.
+        self._lock = threading.RLock()
         self._foreign: set[ForeignReceipt] = set()
         self._adopted = 0
 

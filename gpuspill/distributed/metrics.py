@@ -13,7 +13,7 @@ heartbeat, ``WorkerState.metrics["gpuspill"]``
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -54,26 +54,37 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # No lock that anybody waits for: a finaliser may use the store, and report, at any point of this.
+        self._adding = threading.Lock()
+        self._reports: deque[tuple[tuple[str, str], float]] = deque()
         self._totals: defaultdict[tuple[str, str], float] = defaultdict(int)
 
     def __call__(self, label: str, value: float, unit: str, /) -> None:
         """Report one unit of work."""
         if label in LABELS and unit in _UNITS:
-            with self._lock:
-                self._totals[label, unit] += value
+            self._reports.append(((label, unit), value))
+            self._add_up()
             context_meter.digest_metric(label, value, unit)
 
     def add(self, totals: Mapping[tuple[str, str], float]) -> None:
         """Go on from the totals of a store that this one takes over from, so that no counter goes back."""
-        with self._lock:
-            for name, value in totals.items():
-                self._totals[name] += value
+        self._reports.extend(totals.items())
+        self._add_up()
 
     def totals(self) -> dict[tuple[str, str], float]:
-        """Return a copy of the totals."""
-        with self._lock:
-            return dict(self._totals)
+        """Return a copy of the totals; without what is just being added by another thread, perhaps."""
+        self._add_up()
+        return self._totals.copy()
+
+    def _add_up(self) -> None:
+        """Add what was reported to the totals, unless somebody is just doing that."""
+        while self._reports and self._adding.acquire(blocking=False):
+            try:
+                while self._reports:
+                    name, value = self._reports.popleft()
+                    self._totals[name] += value
+            finally:
+                self._adding.release()
 
 
 def heartbeat(store: SpillStore) -> dict[str, float | None]:

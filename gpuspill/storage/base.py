@@ -5,8 +5,9 @@ times, deleted once. It knows nothing of keys, values or tiers. Whoever writes a
 needs nothing else to read it back; the receipt also carries what the store needs to notice that the bytes it finds
 are not the ones it wrote.
 
-All methods block on I/O and may be called from any number of threads at once. None may be called from a finalizer or
-a weak-reference callback: these can run while the same thread is inside the store.
+All methods block on I/O and may be called from any number of threads at once. A finaliser may run while
+its own thread is inside the store, whose locks it must be able to come back to: it reads and deletes; what it writes
+may be refused.
 """
 
 from __future__ import annotations
@@ -326,6 +327,15 @@ class Store(ABC):
         It does not wait for operations in progress elsewhere. Writes among them fail and leave nothing, reads return
         the whole record or raise :exc:`~gpuspill.errors.RecordLost`.
         """
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread is in the middle of an operation, in which it may hold a lock.
+
+        Only a finaliser that the garbage collector runs there can ask. It must not wait for another thread then, which
+        may be waiting for that lock.
+        """
+        return False
 
     @abstractmethod
     def statistics(self) -> StoreStatistics:

@@ -271,7 +271,8 @@ class CodecChooser:
         self._min_gain = min_gain
         self._min_observed_nbytes = min_observed_nbytes
         self._clock = clock
-        self._lock = threading.Lock()
+        # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by that: the next is near.
+        self._lock = threading.RLock()
         self._write = Throughput()
         self._read = Throughput()
         self._compress = {name: Throughput() for name in names}

@@ -103,8 +103,10 @@ class PrivateDirectory:
             if os.getpid() == self._pid:
                 _remove(self._parent_fd, self._name, self.fd, self.path)
         finally:
-            # The lock goes last: until then nobody else may touch the directory.
-            for fd in (self.fd, self._parent_fd, self._lock_fd):
+            # The lock goes last: until then nobody else may touch the directory. The number is forgotten first, since
+            # it may soon be that of somebody else's directory.
+            directory_fd, self.fd = self.fd, -1
+            for fd in (directory_fd, self._parent_fd, self._lock_fd):
                 if fd is not None:
                     os.close(fd)
 

@@ -2,7 +2,11 @@
 
 Who may do what: any number of threads may call anything at any time. One lock guards the registry
 of records and the counters, and nothing else: it is never held during a system call, a codec, a
-checksum, an allocation or a callback.
+checksum, an allocation of a buffer or a callback.
+
+The garbage collector may run a finaliser while its thread holds that lock, and this may want a record. So
+the lock is re-entrant (:class:`~gpuspill.storage.section.Section`): in the middle of another operation records can
+be read; what is to be deleted goes when that operation ends, and nothing is written.
 
 Files are not synced to the device. A record is of no use once the process that holds its receipt
 has ended, so it has to survive nothing; the page cache may write it back when it likes, or never,
@@ -12,13 +16,15 @@ if it is deleted first.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
-import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from gpuspill.errors import GpuspillError, RecordCorrupt, RecordLost, StorageError, StorageFull
 from gpuspill.storage.base import (
@@ -39,6 +45,7 @@ from gpuspill.storage.inplace import InPlace
 from gpuspill.storage.quota import Quota, Reservation
 from gpuspill.storage.record import encoded_nbytes, flat
 from gpuspill.storage.recordfile import NewFile
+from gpuspill.storage.section import Section, Tally, Visitors, visit
 from gpuspill.storage.transfer import RecordReader, RecordWriter
 
 __all__ = ["FileStore"]
@@ -107,13 +114,15 @@ class FileStore(Store):
         self._codecs = CodecChooser() if codecs is None else codecs
         self._metrics = metrics
         self._clock = clock
-        self._lock = threading.Lock()
+        self._section = Section()
+        self._visitors = Visitors()
         self._records: dict[int, Receipt] = {}
         self._payload_nbytes = 0
-        self._last_number = 0
+        self._numbers = itertools.count(1)
         self._active = 0
         self._closed = False
-        self._counts = Counters()
+        self._counts = Tally()
+        self._postponed: deque[Receipt] = deque()
         self._logged: set[str] = set()
         self._parent = os.path.abspath(directory)
         self._directory = PrivateDirectory(self._parent, named)
@@ -140,6 +149,7 @@ class FileStore(Store):
 
     # -- writing ---------------------------------------------------------------------------------
 
+    @visit
     def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Store a record, completely or not at all. See :meth:`Store.write`.
 
@@ -194,17 +204,19 @@ class FileStore(Store):
         return receipt
 
     def _begin_write(self) -> int:
-        with self._lock:
-            if self._closed:
-                self._counts.write_failures += 1
-            else:
+        with self._section as nested:
+            if not self._closed and not nested:
                 self._active += 1
-                self._last_number += 1
-                return self._last_number
+                return next(self._numbers)
+            self._counts.add(Counters(write_failures=1))
+        if nested:
+            raise StorageError(
+                errno.EDEADLK, "a finaliser cannot write in the middle of what its thread does with the store"
+            )
         raise self._closed_error()
 
     def _register(self, receipt: Receipt, reservation: Reservation) -> None:
-        with self._lock:
+        with self._section:
             closed = self._closed
             if not closed:
                 self._records[receipt.number] = receipt
@@ -228,7 +240,7 @@ class FileStore(Store):
         made.
         """
         fresh = PrivateDirectory(self._parent, self._named)
-        with self._lock:
+        with self._section:
             first = self._directory is gone and not self._closed
             if first:
                 # The old one is still looked into by who reads, and then by nobody: it is closed with the store.
@@ -262,6 +274,7 @@ class FileStore(Store):
 
     # -- reading ---------------------------------------------------------------------------------
 
+    @visit
     def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
         """Return the header and the frames of a record, verified. See :meth:`Store.read`."""
         counts = Counters()
@@ -305,14 +318,13 @@ class FileStore(Store):
         return header, frames
 
     def _begin_read(self, receipt: Receipt) -> None:
-        with self._lock:
+        with self._section:
             # Equal, not just of the same number: a receipt of another store is no record of ours.
             known = not self._closed and self._records.get(receipt.number) == receipt
             if known:
                 self._active += 1
             else:
-                self._counts.read_failures += 1
-                self._counts.lost += 1
+                self._counts.add(Counters(read_failures=1, lost=1))
         if not known:
             raise RecordLost(
                 f"{self.path_of(receipt)} is no record of this store: it was deleted, the store "
@@ -321,6 +333,7 @@ class FileStore(Store):
 
     # -- removing --------------------------------------------------------------------------------
 
+    @visit
     def delete(self, receipt: Receipt) -> None:
         """Forget a record and remove its file. See :meth:`Store.delete`.
 
@@ -330,8 +343,11 @@ class FileStore(Store):
         off the event loop. If the file cannot be removed, its bytes stay counted, and it goes with
         the store.
         """
-        with self._lock:
+        with self._section as nested:
             if self._closed or self._records.get(receipt.number) != receipt:
+                return
+            if nested:
+                self._postponed.append(receipt)
                 return
             del self._records[receipt.number]
             self._payload_nbytes -= receipt.payload_nbytes
@@ -348,6 +364,7 @@ class FileStore(Store):
             self._quota.give_back(receipt.nbytes)
         self._end(counts)
 
+    @visit
     def close(self) -> None:
         """Remove everything. See :meth:`Store.close`.
 
@@ -356,7 +373,7 @@ class FileStore(Store):
         What operations in progress still need (the directory itself, the lock file) is removed by
         the last of them; without any, all is gone when this returns.
         """
-        with self._lock:
+        with self._section:
             if self._closed:
                 return
             self._closed = True
@@ -364,26 +381,38 @@ class FileStore(Store):
             self._records.clear()
             self._payload_nbytes = 0
             idle = not self._active
-        self._quota.give_back(used)
-        if idle:
-            self._finalizer()
-        else:
-            self._directory.empty()
+            # This is an operation, too: else the last of the others could close the directory while it is emptied,
+            # and its descriptor may be somebody else's directory a moment later.
+            self._active += 1
+        try:
+            self._quota.give_back(used)
+            if not idle:
+                self._directory.empty()
+        finally:
+            self._end(Counters())
 
     def _end(self, counts: Counters) -> None:
         """Leave an operation; the last one to leave a closed store turns off the light."""
-        with self._lock:
+        with self._section as nested:
             self._counts.add(counts)
             self._active -= 1
-            last = self._closed and not self._active
+            last = self._closed and not self._active and not nested
         if last:
             self._finalizer()
+        while self._postponed and not nested:
+            with suppress(IndexError):
+                self.delete(self._postponed.popleft())
 
     # -- looking ---------------------------------------------------------------------------------
 
+    @property
+    def inside(self) -> bool:
+        """See :attr:`Store.inside`."""
+        return self._visitors.here
+
     def statistics(self) -> StoreStatistics:
         """Return a consistent snapshot. No I/O."""
-        with self._lock:
+        with self._section:
             used, reserved = self._quota.levels()
             return StoreStatistics(
                 records=len(self._records),
@@ -391,17 +420,17 @@ class FileStore(Store):
                 payload_nbytes=self._payload_nbytes,
                 reserved_nbytes=reserved,
                 quota=self._quota.limit,
-                **self._counts.as_dict(),
+                **self._counts.sum().as_dict(),
             )
 
     def validate(self) -> None:
         """Check registry, quota and directory against each other. For tests, and while idle."""
         super().validate()
-        with self._lock:
+        with self._section:
             assert self._active == 0, self._active
             records = dict(self._records)
             payload_nbytes = self._payload_nbytes
-            failed = self._counts.delete_failures
+            failed = self._counts.sum().delete_failures
             closed = self._closed
         used, reserved = self._quota.levels()
         assert reserved == 0, reserved

@@ -21,14 +21,15 @@ class Quota:
 
     Notes
     -----
-    Thread-safe. The lock covers additions only.
+    Thread-safe. The lock covers additions only. It is re-entrant, since a finaliser may look at the levels in the
+    middle of one; changes from there are the store's to forbid.
     """
 
     def __init__(self, limit: int | None, where: str = "this store") -> None:
         _check(limit)
         self._limit = limit
         self._where = where
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._used = 0
         self._reserved = 0
 

@@ -46,6 +46,11 @@ class WrapperStore(Store):
         """See :meth:`Store.close`."""
         self.store.close()
 
+    @property
+    def inside(self) -> bool:
+        """See :attr:`Store.inside`."""
+        return self.store.inside
+
     def statistics(self) -> StoreStatistics:
         """See :meth:`Store.statistics`."""
         return self.store.statistics()

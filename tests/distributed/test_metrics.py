@@ -35,6 +35,22 @@ def test_metrics_add_up_and_reach_the_context():
     assert metrics.totals() == {("disk-read", "count"): 15, ("compress", "seconds"): 0.5}
 
 
+def test_a_finaliser_may_report_in_the_middle_of_a_report():
+    metrics = Metrics()
+
+    class Number(int):
+        """What is added has a finaliser run."""
+
+        def __radd__(self, other: int) -> int:
+            metrics("disk-read", 10, "count")
+            assert metrics.totals() == {("disk-read", "count"): other}
+            return other + int(self)
+
+    metrics("disk-read", 1, "count")
+    metrics("disk-read", Number(5), "count")
+    assert metrics.totals() == {("disk-read", "count"): 16}
+
+
 @spilling(limits=(1,), nthreads=[("", 1)])
 async def test_heartbeat(c, s, a):
     xs = c.map(lambda i: np.full(1000, i), range(5))

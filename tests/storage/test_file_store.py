@@ -11,6 +11,7 @@ import threading
 import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ import pytest
 from gpuspill.errors import QuotaExceeded, RecordCorrupt, RecordLost, StorageError, StorageFull
 from gpuspill.storage import transfer
 from gpuspill.storage.codecs import Codec, CodecChooser
+from gpuspill.storage.counters import Counters
 from gpuspill.storage.files import FileStore
+from gpuspill.storage.wrappers import DelayedStore
 from gpuspill.testing.stores import Pieces
+from tests.threads import in_thread
 
 
 @pytest.fixture
@@ -366,7 +370,7 @@ class TestPieces:
         receipt = store.write(b"header", [data])
         with monkeypatch.context() as patch:
             fail_nth(patch, "preadv", nth, errno.EIO)
-            with pytest.raises(StorageError, match="reading .* failed"):
+            with pytest.raises(StorageError, match=r"reading .* failed"):
                 store.read(receipt)
         assert contents(store.read(receipt)) == (b"header", [data])
 
@@ -381,12 +385,103 @@ class TestPieces:
         """The clock shows how often it was asked: once more at the end of each read and of each hash."""
         ticks = itertools.count()
         told = {}
-        with FileStore(tmp_path, clock=lambda: next(ticks), metrics=lambda *told_of: told.update([told_of[:2]])) as store:
+        with FileStore(
+            tmp_path, clock=lambda: next(ticks), metrics=lambda *told_of: told.update([told_of[:2]])
+        ) as store:
             receipt = store.write(b"header", [os.urandom(3 * self.PIECE + 10)])
             store.read(receipt)
         assert told["checksum"] == 3 + 1  # three pieces, and the rest
         # From the first to the last look at the clock, 7 ticks, without what was hashed meanwhile.
         assert told["disk-read"] == 7 - 3
+
+
+class TestFinalisers:
+    """The garbage collector may run anywhere, also while the thread that it interrupts holds a lock of the store."""
+
+    @pytest.fixture
+    def during(self, monkeypatch):
+        """Do something once in the middle of an addition, under the lock; of what follows the outcome is returned."""
+        add = Counters.add
+
+        def during(act, operation):
+            outcome = []
+
+            def add_and_act(counters, other):
+                if not outcome:
+                    outcome.append(None)
+                    outcome[0] = act()
+                add(counters, other)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Counters, "add", add_and_act)
+                result = in_thread(operation)()
+            return result, outcome[0]
+
+        return during
+
+    @pytest.fixture
+    def receipts(self, store):
+        return [store.write(b"header", [b"%d" % number]) for number in range(3)]
+
+    def test_they_read(self, store, receipts, during):
+        read, read_inside = during(lambda: store.read(receipts[0]), lambda: store.read(receipts[1]))
+        assert (contents(read), contents(read_inside)) == ((b"header", [b"1"]), (b"header", [b"0"]))
+        assert store.statistics().reads == 2
+        store.validate()
+
+    def test_they_delete_when_the_operation_ends(self, store, receipts, during):
+        def delete():
+            store.delete(receipts[0])
+            return files(store)
+
+        _, there = during(delete, lambda: store.read(receipts[1]))
+        assert there == ["1", "2", "3"]
+        assert files(store) == ["2", "3"]
+        stats = store.statistics()
+        assert (stats.records, stats.deletes, stats.reads) == (2, 1, 1)
+        store.validate()
+
+    def test_they_delete_what_is_just_read(self, store, receipts, during):
+        read, _ = during(lambda: store.delete(receipts[1]), lambda: store.read(receipts[1]))
+        assert contents(read) == (b"header", [b"1"])
+        assert files(store) == ["1", "3"]
+        store.validate()
+
+    def test_they_do_not_write(self, store, receipts, during):
+        def write():
+            with pytest.raises(StorageError, match="a finaliser cannot write") as caught:
+                store.write(b"", [b"x"])
+            return caught.value.errno
+
+        _, number = during(write, lambda: store.read(receipts[1]))
+        assert number == errno.EDEADLK
+        assert store.statistics().write_failures == 1
+        store.validate()
+
+    def test_they_find_nothing(self, store, receipts, during):
+        def read():
+            with pytest.raises(RecordLost):
+                store.read(receipts[0])
+
+        store.delete(receipts[0])
+        during(read, lambda: store.read(receipts[1]))
+        assert store.statistics().lost == 1
+        assert store.statistics().reads == 1
+
+    def test_whoever_is_inside_is_told(self, store):
+        seen = []
+
+        def allocate(nbytes):
+            seen.append((store.inside, in_thread(lambda: store.inside)()))
+            store.read(other)  # as a finaliser would; this one is still inside afterwards
+            seen.append((store.inside, None))
+            return memoryview(bytearray(nbytes))
+
+        receipt, other = store.write(b"", [b"x"]), store.write(b"", [b"y"])
+        store.read(receipt, allocate)
+        assert seen == [(True, False), (True, None)]
+        assert not store.inside
+        assert DelayedStore(store, 0.0).inside is False
 
 
 def fail_nth(monkeypatch, name, nth, number, partial=False):
@@ -647,6 +742,37 @@ class TestConcurrency:
                 assert contents(future.result(60)) == (b"", [b"x" * 1000])
         assert os.listdir(tmp_path) == []
         store.validate()
+
+    def test_the_directory_is_not_given_up_while_it_is_emptied(self, tmp_path, monkeypatch):
+        """Else its descriptor may be that of another store by then, whose files would go instead."""
+        store = FileStore(tmp_path / "one")
+        receipts = [store.write(b"", [b"x"]) for _ in range(3)]
+        arrived, go_on = self.blocked(monkeypatch, "preadv")
+        reading = in_thread(store.read, receipts[0])
+        assert arrived.wait(60)
+        other, theirs = FileStore(tmp_path / "other"), []
+        first = iter([True])
+        listdir = os.listdir
+
+        def the_reader_leaves(where):
+            if next(first, False):
+                number = store._directory.fd
+                go_on.set()
+                reading()
+                theirs.extend(other.write(b"", [b"%d" % number]) for number in range(3))
+                with suppress(OSError):
+                    os.fstat(number)
+                    return listdir(where)
+                # It is closed. The next directory that somebody opens gets its number.
+                os.dup2(other._directory.fd, number)
+            return listdir(where)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", the_reader_leaves)
+            store.close()
+        assert [contents(other.read(receipt))[1] for receipt in theirs] == [[b"0"], [b"1"], [b"2"]]
+        assert os.listdir(tmp_path / "one") == []
+        other.close()
 
     @pytest.mark.parametrize("name", ["open", "preadv", "close"])
     def test_delete_while_reading(self, store, monkeypatch, name):
