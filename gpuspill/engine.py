@@ -43,7 +43,7 @@ class Engine:
 
     Notes
     -----
-    Spill threads start with the first :meth:`wake` and restore threads, one by one, with each
+    Spill threads start with the first :meth:`wake` and restore threads with the first
     :meth:`submit`: a store that never spills has no thread. All are daemons, so that a worker that is
     told to exit in the middle of a write can.
 
@@ -78,7 +78,7 @@ class Engine:
         if self._closed or self.spilling_here:
             return  # a spill thread looks again by itself
         self._ring()
-        self._spillers.start(all_of_them=True)
+        self._spillers.start()
 
     @property
     def spilling_here(self) -> bool:
@@ -183,8 +183,8 @@ class _Threads:
         self._failed = False
         self._closed = False
 
-    def start(self, *, all_of_them: bool = False) -> None:
-        """Start one more thread, or all, unless there are enough or somebody is just doing that.
+    def start(self) -> None:
+        """Start the threads that are missing, unless somebody is just doing that.
 
         If none can be started, that is logged once; ask again later.
         """
@@ -200,8 +200,6 @@ class _Threads:
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
-                if not all_of_them:
-                    break
             self._failed = False
         except (RuntimeError, MemoryError) as error:
             if not self._failed:
