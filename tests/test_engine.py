@@ -174,6 +174,23 @@ class Trash:
         self.action()
 
 
+def interrupted_thread(when: str, act: Callable[[], object]) -> type[threading.Thread]:
+    """Return a class of threads in which `act` is called while one is made, or before it says that it has begun."""
+
+    class Thread(threading.Thread):
+        def __init__(self, *args: object, **options: object) -> None:
+            if when == "made":
+                act()
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+
+        def _bootstrap_inner(self) -> None:
+            if when == "beginning":
+                act()
+            super()._bootstrap_inner()  # type: ignore[misc]
+
+    return Thread
+
+
 @pytest.mark.parametrize("when", ["made", "beginning"])
 @pytest.mark.parametrize("first", ["wake", "reap", "delete", "submit"])
 @pytest.mark.parametrize("second", ["wake", "reap", "delete", "submit"])
@@ -189,20 +206,9 @@ def test_a_finaliser_that_uses_the_engine_while_a_thread_is_started(make, monkey
         else:
             getattr(engine, method)(partial(done.put, method))
 
-    class Thread(threading.Thread):
-        def __init__(self, *args: object, **options: object) -> None:
-            if when == "made":
-                gc.collect()
-            super().__init__(*args, **options)  # type: ignore[arg-type]
-
-        def _bootstrap_inner(self) -> None:
-            if when == "beginning":
-                gc.collect()
-            super()._bootstrap_inner()  # type: ignore[misc]
-
     def use_while_threads_collect() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("gpuspill.engine.threading.Thread", Thread)
+            patch.setattr("gpuspill.engine.threading.Thread", interrupted_thread(when, gc.collect))
             use(first)
 
     gc.collect()
@@ -227,20 +233,9 @@ def test_a_finaliser_that_closes_the_engine_while_a_thread_is_started(make, monk
     monkeypatch.setattr("gpuspill.engine._PATIENCE", 1)
     done = []
 
-    class Thread(threading.Thread):
-        def __init__(self, *args: object, **options: object) -> None:
-            if when == "made":
-                engine.close()
-            super().__init__(*args, **options)  # type: ignore[arg-type]
-
-        def _bootstrap_inner(self) -> None:
-            if when == "beginning":
-                engine.close()
-            super()._bootstrap_inner()  # type: ignore[misc]
-
     def use() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("gpuspill.engine.threading.Thread", Thread)
+            patch.setattr("gpuspill.engine.threading.Thread", interrupted_thread(when, engine.close))
             engine.wake() if method == "wake" else getattr(engine, method)(partial(done.append, method))
 
     in_thread(use)()

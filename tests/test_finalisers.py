@@ -7,26 +7,20 @@ asks for a value that another thread is just reading: it has to be given a copy,
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import gpuspill
 from gpuspill.config import Settings
 from gpuspill.distributed.factory import build_store
 from gpuspill.distributed.mapping import SpillStore
 from tests.threads import in_thread
+from tests.tracing import interrupted
 
-TIMEOUT = 20
-PACKAGE = os.path.dirname(gpuspill.__file__) + os.sep
-KIT = os.path.join(PACKAGE, "testing") + os.sep
-
+TIMEOUT = 60
 NBYTES = 200_000
 
 
@@ -68,33 +62,6 @@ OPERATIONS: dict[str, Callable[[SpillStore], object]] = {
     "statistics": lambda store: store.statistics(),
     "wake": lambda store: store.manager._engine.wake(),
 }
-
-
-def interrupted(operation: Callable[[], object], nth: int, action: Callable[[], object]) -> bool:
-    """Do `operation`, and `action` before the n-th line of ours that it runs; whether there is such a line."""
-    lines = 0
-
-    def local(frame: FrameType, what: str, argument: Any) -> Any:
-        nonlocal lines
-        if what == "line":
-            lines += 1
-            if lines == nth:
-                sys.settrace(None)
-                action()
-                return None
-        return local if lines < nth else None
-
-    def trace(frame: FrameType, what: str, argument: Any) -> Any:
-        name = frame.f_code.co_filename
-        return local if name.startswith(PACKAGE) and not name.startswith(KIT) and lines < nth else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        operation()
-    finally:
-        sys.settrace(before)
-    return lines >= nth
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -4,22 +4,16 @@ Every event is interrupted at every line that it runs under the lock, by somebod
 """
 
 import itertools
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import gpuspill
 from gpuspill.testing.managers import Bench
 from gpuspill.testing.values import Plain
-
-PACKAGE = str(Path(gpuspill.__file__).parent)
-KIT = str(Path(PACKAGE, "testing"))
+from tests.tracing import interrupted
 
 
 def make() -> Bench:
@@ -71,33 +65,17 @@ ACTIONS: dict[str, Callable[[Bench], Any]] = {
 
 def interrupt(kit: Bench, event: Callable[[Bench], Any], nth: int, action: Callable[[Bench], Any]) -> bool:
     """Run `event`, and `action` before the n-th line it runs under the lock; return whether there is such a line."""
-    lines = 0
     lock = kit.manager._metadata._lock
 
-    def local(frame: FrameType, what: str, argument: Any) -> Any:
-        nonlocal lines
-        if what == "line" and lock._is_owned():  # type: ignore[attr-defined]
-            lines += 1
-            if lines == nth:
-                sys.settrace(None)
-                with suppress(KeyError, RuntimeError):  # forgotten by then, or forbidden there
-                    action(kit)
-                return None
-        return local
+    def do_event() -> None:
+        with suppress(KeyError):  # the action deleted what it is about, before it began or after it was put off
+            event(kit)
 
-    def trace(frame: FrameType, what: str, argument: Any) -> Any:
-        name = frame.f_code.co_filename
-        return local if name.startswith(PACKAGE) and not name.startswith(KIT) else None
+    def do_action() -> None:
+        with suppress(KeyError, RuntimeError):  # forgotten by then, or forbidden there
+            action(kit)
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        event(kit)
-    except KeyError:
-        pass  # the action deleted what the event is about, before it began or after it was put off
-    finally:
-        sys.settrace(before)
-    return lines >= nth
+    return interrupted(do_event, nth, do_action, counts=lock._is_owned)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("first", [0, 5])

@@ -17,7 +17,7 @@ def in_thread(function, *args):
     thread.start()
 
     def join():
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
         if "error" in outcome:
             raise outcome["error"]

@@ -53,7 +53,7 @@ class AdoptingStore(WrapperStore):
     def __init__(self, store: Store, metrics: Metrics) -> None:
         super().__init__(store)
         self._metrics = metrics
-        # Re-entrant, for finalisers; each change below is one operation.
+        # Re-entrant, for finalisers, which may delete but do not adopt.
         self._lock = threading.RLock()
         self._foreign: set[ForeignReceipt] = set()
         self._adopted = 0
