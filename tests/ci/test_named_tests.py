@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 #: Pages, and the heading of the column in which tests are named.
 PAGES = {
-    "docs/guarantees.md": "proved by",
+    "docs/proofs.md": "proved by",
     "docs/compatibility.md": "shown by",
     "docs/design/predecessors.md": "shown by",
 }
@@ -94,6 +94,21 @@ def test_every_row_names_a_test_or_says_why_not(page, heading):
     rows = list(tables((ROOT / page).read_text(encoding="utf-8"), heading))
     assert len(rows) >= 10
     assert silent(rows) == []
+
+
+def first_cells(text: str, heading: str) -> list[str]:
+    """Return the first cell of each row of the tables whose first column has a heading."""
+    rows = (re.fullmatch(r"\| ([^|]+) \|.*", line) for line in text.splitlines())
+    cells = [row[1] for row in rows if row]
+    return [cell for cell in cells if cell != heading]
+
+
+def test_promises_and_proofs_are_the_same_ones():
+    promises = first_cells((ROOT / "docs/guarantees.md").read_text(encoding="utf-8"), "name")
+    proofs = first_cells((ROOT / "docs/proofs.md").read_text(encoding="utf-8"), "promise")
+    assert len(promises) >= 20
+    assert len(promises) == len(set(promises))
+    assert sorted(promises) == sorted(proofs)
 
 
 def test_what_does_not_exist_is_found():

@@ -387,7 +387,7 @@ def test_a_record_whose_length_or_footer_is_not_as_written(rig, damage):
 
 @only_past
 def test_the_bytes_themselves_are_not_checked(rig):
-    """What docs/guarantees.md says of it."""
+    """What docs/guarantees.md says of it: never-wrong."""
     rig.put("x", asarray(np.zeros(UNIT // 8, "u8")))
     rig.leave()
     with open(os.path.join(rig.files.path, *rig.records()), "r+b") as file:
