@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuspill.device import cuda
-from gpuspill.device.base import Allocation, CopyPlan, Device, StreamKind
+from gpuspill.device.cuda import driver as cuda
+from gpuspill.device.port import Allocation, CopyPlan, Device, StreamKind
 from gpuspill.device.staging import Copier
 
 NBYTES = 512 * 2**20

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from gpuspill.cluster import LocalCUDACluster
     from gpuspill.config import Settings
     from gpuspill.distributed.attachment import data
-    from gpuspill.distributed.effective import settings
     from gpuspill.distributed.metrics import statistics
     from gpuspill.distributed.parking import proxify, unproxify
     from gpuspill.distributed.plugin import SpillPlugin
+    from gpuspill.distributed.settings_report import settings
     from gpuspill.distributed.worker import Nanny, Worker
 
 __all__ = [
@@ -58,7 +58,7 @@ _HOMES = {
     "Worker": "gpuspill.distributed.worker",
     "data": "gpuspill.distributed.attachment",
     "proxify": "gpuspill.distributed.parking",
-    "settings": "gpuspill.distributed.effective",
+    "settings": "gpuspill.distributed.settings_report",
     "statistics": "gpuspill.distributed.metrics",
     "unproxify": "gpuspill.distributed.parking",
 }

@@ -379,7 +379,7 @@ def config(scheduler: str | None) -> None:
     """
     from rich.table import Table
 
-    from gpuspill.distributed.effective import here, of_cluster, text
+    from gpuspill.distributed.settings_report import here, of_cluster, text
 
     if scheduler is not None and sys.stderr.isatty():
         # Nobody may be there, which takes as long to find out as distributed.comm.timeouts.connect says.

@@ -18,9 +18,9 @@ import dask.config
 
 from gpuspill.cli import gpuspill
 from gpuspill.config import Settings
+from gpuspill.config.jit_unspill import SHARED_FILESYSTEM, answer_once, jit_unspill
 from gpuspill.distributed.dask_cuda import SWITCH, device_limit_option, why_no_devices, worker_command
 from gpuspill.errors import ConfigError
-from gpuspill.legacy import SHARED_FILESYSTEM, answer_once, jit_unspill
 
 __all__ = ["add_flag", "gpuspill"]
 

@@ -11,10 +11,10 @@ import pytest
 from distributed import Client, LocalCluster, Nanny, Worker
 
 import gpuspill
+from gpuspill.config.jit_unspill import answer_once
 from gpuspill.distributed.attachment import create
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.errors import ConfigError
-from gpuspill.legacy import answer_once
 
 pytestmark = pytest.mark.cluster
 

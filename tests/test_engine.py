@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from gpuspill.engine import Engine
+from gpuspill.manager.threads import Engine
 from gpuspill.testing.stores import Gate
 from tests.threads import in_thread
 
@@ -208,7 +208,7 @@ def test_a_finaliser_that_uses_the_engine_while_a_thread_is_started(make, monkey
 
     def use_while_threads_collect() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("gpuspill.engine.threading.Thread", interrupted_thread(when, gc.collect))
+            patch.setattr("gpuspill.manager.threads.threading.Thread", interrupted_thread(when, gc.collect))
             use(first)
 
     gc.collect()
@@ -230,12 +230,12 @@ def test_a_finaliser_that_uses_the_engine_while_a_thread_is_started(make, monkey
 @pytest.mark.parametrize("method", ["wake", "reap", "delete", "submit"])
 def test_a_finaliser_that_closes_the_engine_while_a_thread_is_started(make, monkeypatch, when, method):
     engine = make(Steps(), spill_threads=3)
-    monkeypatch.setattr("gpuspill.engine._PATIENCE", 1)
+    monkeypatch.setattr("gpuspill.manager.threads._PATIENCE", 1)
     done = []
 
     def use() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("gpuspill.engine.threading.Thread", interrupted_thread(when, engine.close))
+            patch.setattr("gpuspill.manager.threads.threading.Thread", interrupted_thread(when, engine.close))
             engine.wake() if method == "wake" else getattr(engine, method)(partial(done.append, method))
 
     in_thread(use)()
@@ -266,9 +266,9 @@ def test_closing_while_somebody_starts_a_thread(make, monkeypatch, method, fails
         engine.close()
         assert ours() == []
 
-    monkeypatch.setattr("gpuspill.engine._PATIENCE", 100 * TIMEOUT)
+    monkeypatch.setattr("gpuspill.manager.threads._PATIENCE", 100 * TIMEOUT)
     with monkeypatch.context() as patch:
-        patch.setattr("gpuspill.engine.threading.Thread", Thread)
+        patch.setattr("gpuspill.manager.threads.threading.Thread", Thread)
         using = in_thread(use)
         assert gate.arrived.acquire(timeout=TIMEOUT)
     closing = in_thread(close)
@@ -303,8 +303,8 @@ def test_no_thread_is_started_when_python_ends(make, monkeypatch, method):
     engine = make(Steps())
     done = []
     with monkeypatch.context() as patch:
-        patch.setattr("gpuspill.engine.sys.is_finalizing", lambda: True)
-        patch.setattr("gpuspill.engine.threading.Thread", pytest.fail)
+        patch.setattr("gpuspill.manager.threads.sys.is_finalizing", lambda: True)
+        patch.setattr("gpuspill.manager.threads.threading.Thread", pytest.fail)
         if method == "wake":
             engine.wake()
         elif method == "submit":
@@ -318,7 +318,7 @@ def test_somebody_waits_for_what_no_restore_thread_can_be_started_for(make, monk
     engine = make(Steps())
     done = []
     with monkeypatch.context() as patch:
-        patch.setattr("gpuspill.engine.threading.Thread", NoThread)
+        patch.setattr("gpuspill.manager.threads.threading.Thread", NoThread)
         assert engine.submit(partial(done.append, "here"))
         assert done == ["here"]
     assert engine.submit(partial(done.append, "there"))
@@ -344,7 +344,7 @@ def test_a_thread_that_cannot_be_started_is_tried_again(make, monkeypatch, caplo
         engine.wake() if method == "wake" else getattr(engine, method)(partial(done.append, what))
 
     with monkeypatch.context() as patch:
-        patch.setattr("gpuspill.engine.threading.Thread", NoThread)
+        patch.setattr("gpuspill.manager.threads.threading.Thread", NoThread)
         use("first")
         use("second")
     assert ours() == []
@@ -362,7 +362,7 @@ def test_closing_does_what_no_thread_could_be_started_for(make, monkeypatch):
     engine = make(Steps())
     done = []
 
-    monkeypatch.setattr("gpuspill.engine.threading.Thread", NoThread)
+    monkeypatch.setattr("gpuspill.manager.threads.threading.Thread", NoThread)
     engine.reap(partial(done.append, "reaped"))
     engine.delete(partial(done.append, "deleted"))
     engine.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dask
 import pytest
 
+from gpuspill.config.jit_unspill import answer_once, answers, jit_unspill
 from gpuspill.errors import ConfigError
-from gpuspill.legacy import answer_once, answers, jit_unspill
 
 
 @pytest.mark.parametrize(

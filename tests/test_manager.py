@@ -9,7 +9,7 @@ import pytest
 from gpuspill.core.budget import Kind
 from gpuspill.core.residency import State, Tier
 from gpuspill.errors import DataLostError, StorageError
-from gpuspill.serialization import PickleSerializer
+from gpuspill.manager.serialization import PickleSerializer
 from gpuspill.testing.managers import Bench
 from tests.things import SHARED, VALUES, Thing, Unpicklable, assert_same, fresh, squeeze, the_values
 

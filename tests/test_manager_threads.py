@@ -19,7 +19,7 @@ from gpuspill.core.budget import Kind
 from gpuspill.core.residency import State, Tier
 from gpuspill.errors import DataLostError, ManagerClosed, RecordCorrupt, StorageError, StorageFull
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import PickleSerializer
+from gpuspill.manager.serialization import PickleSerializer
 from gpuspill.testing.memory_store import ManualStore
 from gpuspill.testing.stores import FaultyStore, MemoryStore
 

@@ -8,7 +8,7 @@ import dask
 import pytest
 
 from gpuspill.config import Settings
-from gpuspill.origins import configured_files, origins
+from gpuspill.config.origins import configured_files, origins
 
 
 def test_each_source(monkeypatch: pytest.MonkeyPatch) -> None:

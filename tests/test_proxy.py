@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpuspill.errors import DataLostError
-from gpuspill.proxy import Proxy
+from gpuspill.manager.proxy import Proxy
 from gpuspill.testing.managers import Bench
 
 Pair = namedtuple("Pair", "left right")

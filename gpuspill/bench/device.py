@@ -30,10 +30,10 @@ from gpuspill.bench.job import Job
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample
 from gpuspill.bench.watch import Watch, figures, restart
-from gpuspill.device.base import DeviceStatistics
-from gpuspill.device.simulated import SimulatedStream
-from gpuspill.device.simulation.timeline import Span, busy_seconds, common_seconds
+from gpuspill.device.port import DeviceStatistics
 from gpuspill.errors import ConfigError
+from gpuspill.simulated.device.device import SimulatedStream
+from gpuspill.simulated.device.timeline import Span, busy_seconds, common_seconds
 
 __all__ = ["ARMS", "ROWS", "DeviceJob"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gpuspill.core.accounting import Charges
 from gpuspill.core.candidates import Candidates
-from gpuspill.core.charges import Charges
 from gpuspill.core.effects import Counters, Effects
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.readahead import ReadAhead

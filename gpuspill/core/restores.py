@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from gpuspill.core.accounting import Charges
+from gpuspill.core.admission import Room
 from gpuspill.core.budget import Reservation
 from gpuspill.core.candidates import Candidates
-from gpuspill.core.charges import Charges
 from gpuspill.core.effects import Counters
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.lifetimes import Lifetimes
@@ -12,7 +13,6 @@ from gpuspill.core.policy import Order
 from gpuspill.core.readahead import ReadAhead
 from gpuspill.core.records import Records
 from gpuspill.core.residency import State, Tier
-from gpuspill.core.room import Room
 from gpuspill.errors import InvalidTransition
 
 __all__ = ["Restores"]

@@ -6,14 +6,14 @@ and nobody took it up meanwhile.
 
 from __future__ import annotations
 
+from gpuspill.core.accounting import Charges
+from gpuspill.core.admission import Room
 from gpuspill.core.candidates import Candidates
-from gpuspill.core.charges import Charges
 from gpuspill.core.effects import Counters
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.lifetimes import Lifetimes
 from gpuspill.core.records import Records
 from gpuspill.core.residency import Tier
-from gpuspill.core.room import Room
 from gpuspill.errors import InvalidTransition
 
 __all__ = ["Spills"]

@@ -10,7 +10,7 @@ The decisions are made by the parts:
 - what may be evicted, and in which order: :mod:`gpuspill.core.candidates`;
 - the quota of the disk and the records that are given up for it: :mod:`gpuspill.core.records`;
 - how values leave memory and are forgotten: :mod:`gpuspill.core.lifetimes`;
-- who may add bytes now and who waits (reservations, admission without deadlock): :mod:`gpuspill.core.room`;
+- who may add bytes now and who waits (reservations, admission without deadlock): :mod:`gpuspill.core.admission`;
 - moves down and up, and how they end: :mod:`gpuspill.core.spills`, :mod:`gpuspill.core.restores`.
 
 It does *not* cover:
@@ -26,9 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 
+from gpuspill.core.accounting import Charges
+from gpuspill.core.admission import Room
 from gpuspill.core.budget import Budget, Kind, Reservation
 from gpuspill.core.candidates import Candidates
-from gpuspill.core.charges import Charges
 from gpuspill.core.effects import Counters, Effects
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.lifetimes import Lifetimes
@@ -37,7 +38,6 @@ from gpuspill.core.readahead import ReadAhead
 from gpuspill.core.records import Records
 from gpuspill.core.residency import Tier
 from gpuspill.core.restores import Restores
-from gpuspill.core.room import Room
 from gpuspill.core.spills import Spills
 
 __all__ = ["SpillState"]
@@ -342,15 +342,15 @@ class SpillState:
     # -- admission ---------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, kind: Kind) -> Reservation:
-        """See :meth:`Room.reserve <gpuspill.core.room.Room.reserve>`."""
+        """See :meth:`Room.reserve <gpuspill.core.admission.Room.reserve>`."""
         return self._room.reserve(nbytes, kind)
 
     def reserve_now(self, nbytes: int, kind: Kind) -> Reservation | None:
-        """See :meth:`Room.reserve_now <gpuspill.core.room.Room.reserve_now>`."""
+        """See :meth:`Room.reserve_now <gpuspill.core.admission.Room.reserve_now>`."""
         return self._room.reserve_now(nbytes, kind)
 
     def release(self, reservation: Reservation) -> None:
-        """See :meth:`Room.release <gpuspill.core.room.Room.release>`."""
+        """See :meth:`Room.release <gpuspill.core.admission.Room.release>`."""
         self._room.release(reservation)
 
     def settle(self, reservation: Reservation, nbytes: int) -> None:
@@ -361,7 +361,7 @@ class SpillState:
         self.memory.settle(reservation, nbytes)
 
     def shrink(self, reservation: Reservation, nbytes: int) -> None:
-        """See :meth:`Room.shrink <gpuspill.core.room.Room.shrink>`."""
+        """See :meth:`Room.shrink <gpuspill.core.admission.Room.shrink>`."""
         self._room.shrink(reservation, nbytes)
 
     # -- limits ------------------------------------------------------------------------------------

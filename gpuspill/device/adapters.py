@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gpuspill.device.arrays import ArrayAdapter, ArrayDescription, ArrayRegistry, interface_layout
-from gpuspill.device.base import Allocation, AllocationId, Layout
+from gpuspill.device.port import Allocation, AllocationId, Layout
 
 __all__ = [
     "CupyAdapter",

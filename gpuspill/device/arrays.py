@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
-from gpuspill.device.base import AllocationId, Layout
+from gpuspill.device.port import AllocationId, Layout
 
 __all__ = ["ArrayAdapter", "ArrayDescription", "ArrayRegistry", "Recipe", "estimated_nbytes"]
 

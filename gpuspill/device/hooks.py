@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from gpuspill.device.base import HookInstallation, OutOfMemoryHook
+from gpuspill.device.port import HookInstallation, OutOfMemoryHook
 
 __all__ = ["HookChain", "Installation"]
 

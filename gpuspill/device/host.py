@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gpuspill.device.base import HostBuffer
+from gpuspill.device.port import HostBuffer
 
 __all__ = ["HostArray", "HostRange", "as_bytes", "byte_range", "overlap"]
 

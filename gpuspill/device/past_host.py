@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, Protocol
 
-from gpuspill.device.base import Allocation
+from gpuspill.device.port import Allocation
 
 __all__ = ["DirectFile", "FileDriver", "FileDriverError", "PastHost", "Transfer", "Trust"]
 

@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from gpuspill.device.base import Allocation, CopyPlan, Device, DeviceError, Event, PinnedBuffer, Stream
 from gpuspill.device.host import HostArray, as_bytes
+from gpuspill.device.port import Allocation, CopyPlan, Device, DeviceError, Event, PinnedBuffer, Stream
 
 __all__ = ["Copier", "probe"]
 

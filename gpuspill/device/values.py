@@ -1,4 +1,4 @@
-"""What the device port speaks of: errors, identities, layouts, counters. Its contract: :mod:`gpuspill.device.base`."""
+"""What the device port speaks of: errors, identities, layouts, counters. Its contract: :mod:`gpuspill.device.port`."""
 
 from __future__ import annotations
 

@@ -18,22 +18,22 @@ from typing import Any
 from distributed.spill import SpillBuffer
 from tornado.ioloop import IOLoop
 
-from gpuspill.admission import Admission
 from gpuspill.config import Settings
 from gpuspill.distributed import internals
 from gpuspill.distributed.dask_cuda import adopted_options
 from gpuspill.distributed.devices import device_limit
-from gpuspill.distributed.effective import announce_settings
 from gpuspill.distributed.factory import build_store, check_compression
 from gpuspill.distributed.hints import Hints
-from gpuspill.distributed.jobs import Job, OutputSizes
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.memory import MemoryFollower
 from gpuspill.distributed.metrics import heartbeat
+from gpuspill.distributed.settings_report import announce_settings
+from gpuspill.distributed.task_inputs import Job, OutputSizes
 from gpuspill.distributed.uses import TieredUses
 from gpuspill.distributed.wire import Window
 from gpuspill.distributed.worker import spilling_class
 from gpuspill.errors import ConfigError, DataLostError
+from gpuspill.manager.admission import Admission
 from gpuspill.storage.directory import sweep_leftovers
 
 __all__ = ["Attachment", "attach", "data"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from gpuspill.config import Settings
-from gpuspill.device.base import Device
 from gpuspill.device.past_host import PastHost
+from gpuspill.device.port import Device
 from gpuspill.errors import ConfigError
 
 __all__ = ["device_limit", "find_device", "find_past_host"]
@@ -31,7 +31,7 @@ def find_device(settings: Settings) -> Device | None:
         from gpuspill import simulated  # needs NumPy, which nothing else here does
 
         return simulated.device()
-    from gpuspill.device import cuda  # imports nothing of CUDA unless there is a driver
+    from gpuspill.device.cuda import driver as cuda  # imports nothing of CUDA unless there is a driver
 
     try:
         return cuda.device()
@@ -65,7 +65,7 @@ def find_past_host(settings: Settings, device: Device | None, directory: str) ->
     try:
         if device is None or settings.device == "simulated":
             raise ConfigError("no CUDA device has a tier here")
-        from gpuspill.device.kvikio_files import kvikio_files
+        from gpuspill.device.cuda.kvikio_files import kvikio_files
 
         return PastHost(kvikio_files(directory))
     except ConfigError as error:

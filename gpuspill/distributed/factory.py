@@ -7,18 +7,18 @@ from typing import Any
 import dask.config
 from distributed.protocol.compression import compressions
 
-from gpuspill.buffers import BufferPool
 from gpuspill.config import CODECS, Settings
 from gpuspill.device.shared_memory import shared_memory
-from gpuspill.distributed.adopt import AdoptingStore
 from gpuspill.distributed.devices import device_limit, find_device, find_past_host
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.serialization import DaskSerializer, DeviceFamilies
 from gpuspill.distributed.sizes import measure
+from gpuspill.distributed.takeover import AdoptingStore
 from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
 from gpuspill.storage.base import Store
+from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.codecs import CodecChooser
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.wrappers import DelayedStore

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuspill.core.residency import Tier
-from gpuspill.snapshot import Statistics
+from gpuspill.manager.statistics import Statistics
 from gpuspill.tier import DeviceTier, Internal
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from gpuspill.distributed.memory import Thresholds
 if TYPE_CHECKING:
     from gpuspill.config import Settings
     from gpuspill.core.policy import Order
-    from gpuspill.distributed.jobs import Job
     from gpuspill.distributed.mapping import SpillStore
+    from gpuspill.distributed.task_inputs import Job
 
 __all__ = [
     "add_periodic_callback",

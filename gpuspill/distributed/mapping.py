@@ -13,22 +13,22 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from gpuspill.buffers import BufferPool
 from gpuspill.config import Settings
 from gpuspill.core.residency import Tier
 from gpuspill.device.external import external_types
-from gpuspill.distributed.adopt import AdoptingStore
+from gpuspill.distributed.async_get import gather
 from gpuspill.distributed.blocking import BlockingReads
-from gpuspill.distributed.gathering import gather
 from gpuspill.distributed.inspection import TierView, shown, with_device
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.parked import ParkedKeys
 from gpuspill.distributed.sizes import Noted, claimed_nbytes, external_nbytes, measure
+from gpuspill.distributed.takeover import AdoptingStore
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
-from gpuspill.snapshot import Statistics
+from gpuspill.manager.statistics import Statistics
+from gpuspill.storage.buffers import BufferPool
 from gpuspill.tier import DeviceTier, Internal, Skeleton
 from gpuspill.tier.tier import lost
 
@@ -87,7 +87,7 @@ class SpillStore(MutableMapping[Hashable, object]):
     -----
     Thread-safe. Setting, deleting, membership, length and iteration never do I/O and never wait for it. Deleting
     raises nothing but KeyError and reads nothing. Reading a spilled value blocks the calling thread; on the event
-    loop's thread it is counted (:attr:`~gpuspill.snapshot.Statistics.loop_io`) and warned about; use
+    loop's thread it is counted (:attr:`~gpuspill.manager.statistics.Statistics.loop_io`) and warned about; use
     :meth:`async_get` there.
 
     It defines neither ``fast`` nor ``evict()``, by which distributed's memory monitor would spill on the event

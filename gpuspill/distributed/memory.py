@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
 
-from gpuspill.buffers import BufferPool
+from gpuspill.storage.buffers import BufferPool
 
 __all__ = ["MemoryFollower", "Thresholds", "return_free_memory"]
 

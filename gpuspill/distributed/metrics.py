@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import context_meter
 
-from gpuspill.legacy import answer_once
+from gpuspill.config.jit_unspill import answer_once
 
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
@@ -105,8 +105,8 @@ def statistics(client: Any) -> Any:
     -------
     pandas.DataFrame
         A row a worker (the index holds the addresses), a column for each attribute of
-        :class:`~gpuspill.snapshot.Statistics`. Workers without gpuspill have no row; if that is all of them, a warning
-        is logged, once. From an asynchronous client: an awaitable of it.
+        :class:`~gpuspill.manager.statistics.Statistics`. Workers without gpuspill have no row; if that is all of
+        them, a warning is logged, once. From an asynchronous client: an awaitable of it.
 
     Raises
     ------
@@ -161,7 +161,7 @@ def _statistics_of_worker(dask_worker: Any) -> dict[str, float | None] | None:
 
 
 def _frame(answers: dict[str, dict[str, float | None] | None]) -> Any:
-    from gpuspill.snapshot import Statistics
+    from gpuspill.manager.statistics import Statistics
 
     pd = require_pandas("gpuspill.statistics")
 

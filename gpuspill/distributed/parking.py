@@ -12,8 +12,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gpuspill.admission import Admission
 from gpuspill.distributed.internals import current_store
+from gpuspill.manager.admission import Admission
 from gpuspill.walk import replace
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def proxify(value: Any) -> Parked:
 
     Blocks while there is more in memory than may be and something can still leave, so that a task may park more than
     fits; not on the event loop, not where the handle just keeps the value, and not if the setting
-    ``gpuspill.admission`` is off.
+    ``gpuspill.manager.admission`` is off.
     """
     if isinstance(value, Parked):
         return value

@@ -12,16 +12,16 @@ from dask.utils import typename
 from distributed.protocol.serialize import Serialized, serialize
 from distributed.utils import offload
 
-from gpuspill.admission import Admission
 from gpuspill.distributed.internals import forget_lost, recover
-from gpuspill.distributed.jobs import granted
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
 from gpuspill.distributed.sizes import measure
+from gpuspill.distributed.task_inputs import granted
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Form, Window, Wire, wrap
 from gpuspill.errors import DataLostError, cut_loose
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import Encoded
+from gpuspill.manager.admission import Admission
+from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import frame_nbytes, in_memory
 from gpuspill.tier import DeviceTier, Skeleton
 

@@ -28,7 +28,7 @@ from distributed.protocol.serialize import (
     Serialized as DaskSerialized,
 )
 
-from gpuspill.serialization import Serialized
+from gpuspill.manager.serialization import Serialized
 from gpuspill.storage.base import Buffer
 
 __all__ = ["FOREIGN_HEADER", "DaskSerializer", "DeviceFamilies"]

@@ -29,7 +29,7 @@ from distributed.protocol.serialize import Serialized as DaskSerialized
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
 from gpuspill.distributed.serialization import FOREIGN_HEADER
-from gpuspill.serialization import Encoded
+from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import Buffer
 
 __all__ = ["Form", "Window", "Wire", "real_type", "wrap"]

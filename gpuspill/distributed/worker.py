@@ -45,8 +45,8 @@ from gpuspill.distributed.internals import (
     recover,
     speaks_gpuspill,
 )
-from gpuspill.distributed.jobs import Job, granted
 from gpuspill.distributed.sending import Parcel, Receiver, pack
+from gpuspill.distributed.task_inputs import Job, granted
 from gpuspill.distributed.views import ClosedView, LostValue, Poison, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
 from gpuspill.errors import DataLostError, ManagerClosed

@@ -10,19 +10,19 @@ array([1., 2.])
 
 ``dask.array`` works on it: ``da.from_array(...).map_blocks(simulated.asarray)``. The device is slow, small and late
 if it is told to be (:func:`configure`), and finds out who uses memory too early or frees it too soon: see
-:mod:`gpuspill.device.simulated`, and ``docs/simulated.md``.
+:mod:`gpuspill.simulated.device.device`, and ``docs/simulated.md``.
 """
 
 from __future__ import annotations
 
 import importlib.util
 
-from gpuspill.device.simulated import ManualClock, RealClock, SimulatedDevice
-from gpuspill.simulated.array import Array
-from gpuspill.simulated.creation import arange, asarray, asnumpy, empty, full, ones, zeros
-from gpuspill.simulated.current import configure, device, use
-from gpuspill.simulated.frames import Description, describe, from_frames, rebuild, to_frames
-from gpuspill.simulated.kernels import run_kernel
+from gpuspill.simulated.arrays.array import Array
+from gpuspill.simulated.arrays.creation import arange, asarray, asnumpy, empty, full, ones, zeros
+from gpuspill.simulated.arrays.current import configure, device, use
+from gpuspill.simulated.arrays.frames import Description, describe, from_frames, rebuild, to_frames
+from gpuspill.simulated.arrays.kernels import run_kernel
+from gpuspill.simulated.device.device import ManualClock, RealClock, SimulatedDevice
 
 __all__ = [
     "Array",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 if importlib.util.find_spec("dask") is not None and importlib.util.find_spec("dask.array") is not None:
-    from gpuspill.simulated.dispatch import register
+    from gpuspill.simulated.arrays.dispatch import register
 
     register()
     del register

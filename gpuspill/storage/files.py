@@ -5,7 +5,7 @@ of records and the counters, and nothing else: it is never held during a system 
 checksum, an allocation of a buffer or a callback.
 
 The garbage collector may run a finaliser while its thread holds that lock, and this may want a record. So
-the lock is re-entrant (:class:`~gpuspill.storage.section.Section`): in the middle of another operation records can
+the lock is re-entrant (:class:`~gpuspill.storage.reentrancy.Section`): in the middle of another operation records can
 be read; what is to be deleted goes when that operation ends, and nothing is written.
 
 Files are not synced to the device. A record is of no use once the process that holds its receipt
@@ -44,9 +44,9 @@ from gpuspill.storage.directory import PrivateDirectory, sweep_leftovers
 from gpuspill.storage.inplace import InPlace
 from gpuspill.storage.quota import Quota, Reservation
 from gpuspill.storage.record import encoded_nbytes, flat
+from gpuspill.storage.record_io import RecordReader, RecordWriter
 from gpuspill.storage.recordfile import NewFile
-from gpuspill.storage.section import Section, Tally, Visitors, visit
-from gpuspill.storage.transfer import RecordReader, RecordWriter
+from gpuspill.storage.reentrancy import Section, Tally, Visitors, visit
 
 __all__ = ["FileStore"]
 

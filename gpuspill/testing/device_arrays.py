@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpuspill.device.arrays import ArrayRegistry
-from gpuspill.device.base import Device, Layout
+from gpuspill.device.port import Device, Layout
 from gpuspill.testing.device_suite import fetch, store
 
 __all__ = ["ArrayTests"]

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuspill.device.base import Device, FreedUnderCopy, StreamKind, UnorderedAccess
+from gpuspill.device.port import Device, FreedUnderCopy, StreamKind, UnorderedAccess
 from gpuspill.testing.device_suite import DeviceSuite, fetch, pattern, store
 
 __all__ = ["CopyTests"]
 
 
 class CopyTests(DeviceSuite):
-    """One test a promise of :mod:`gpuspill.device.base`."""
+    """One test a promise of :mod:`gpuspill.device.port`."""
 
     # -- streams and copies ------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpuspill.device.base import Device, FreedUnderCopy, OutOfMemory, UseAfterFree
+from gpuspill.device.port import Device, FreedUnderCopy, OutOfMemory, UseAfterFree
 from gpuspill.testing.device_suite import DeviceSuite, fetch, pattern, store
 
 __all__ = ["MemoryTests"]
@@ -19,7 +19,7 @@ _SIZES = (0, 1, 255, 256, 4099, 1 << 18)
 
 
 class MemoryTests(DeviceSuite):
-    """One test a promise of :mod:`gpuspill.device.base`."""
+    """One test a promise of :mod:`gpuspill.device.port`."""
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from gpuspill.device.base import Allocation, Device
+from gpuspill.device.port import Allocation, Device
 
 __all__ = ["Bytes", "DeviceSuite", "fetch", "pattern", "store"]
 

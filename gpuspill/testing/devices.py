@@ -31,7 +31,7 @@ __all__ = ["ArrayTests", "DeviceTests", "fetch", "pattern", "store"]
 
 
 class DeviceTests(MemoryTests, CopyTests):
-    """Conformance: what a device has to do. One test a promise of :mod:`gpuspill.device.base`.
+    """Conformance: what a device has to do. One test a promise of :mod:`gpuspill.device.port`.
 
     Attributes
     ----------

@@ -9,7 +9,7 @@ __all__ = ["ManualEngine"]
 
 
 class ManualEngine:
-    """Stands in for :class:`gpuspill.engine.Engine`.
+    """Stands in for :class:`gpuspill.manager.threads.Engine`.
 
     Parameters
     ----------

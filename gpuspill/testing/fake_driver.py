@@ -1,4 +1,4 @@
-"""A driver without a GPU: the boundary of :class:`gpuspill.device.gpu.GpuDevice`, on the simulated device.
+"""A driver without a GPU: the boundary of :class:`gpuspill.device.cuda.device.GpuDevice`, on the simulated device.
 
 So everything above that boundary runs as it would on a GPU, with copies that are late, memory that holds poison until
 they are done, and use that nothing orders raised as an error.
@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from gpuspill.device.base import DeviceError, HookInstallation, Layout, MemoryInfo, StreamKind
-from gpuspill.device.driver import FailureCallback
-from gpuspill.device.simulated import SimulatedAllocation, SimulatedDevice, SimulatedEvent, SimulatedStream
+from gpuspill.device.cuda.port import FailureCallback
+from gpuspill.device.port import DeviceError, HookInstallation, Layout, MemoryInfo, StreamKind
+from gpuspill.simulated.device.device import SimulatedAllocation, SimulatedDevice, SimulatedEvent, SimulatedStream
 
 __all__ = ["FakeDriver", "FakeMemory"]
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gpuspill.device.base import Allocation, Layout, StreamKind
 from gpuspill.device.host import HostArray
 from gpuspill.device.past_host import FileDriverError
-from gpuspill.device.simulated import SimulatedAllocation, SimulatedDevice, SimulatedEvent
+from gpuspill.device.port import Allocation, Layout, StreamKind
+from gpuspill.simulated.device.device import SimulatedAllocation, SimulatedDevice, SimulatedEvent
 
 __all__ = ["FakeFiles"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuspill.core.residency import State
 from gpuspill.errors import DataLostError, StorageError
-from gpuspill.serialization import Encoded, PickleSerializer
+from gpuspill.manager.serialization import Encoded, PickleSerializer
 from gpuspill.testing.interruptions import Interruptions
 from gpuspill.testing.managers import Bench
 from gpuspill.testing.values import Made

@@ -10,7 +10,7 @@ from unittest import mock
 import gpuspill.manager
 from gpuspill.core.residency import State
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import PickleSerializer, Serializer
+from gpuspill.manager.serialization import PickleSerializer, Serializer
 from gpuspill.storage.base import Store
 from gpuspill.testing.clock import ManualClock
 from gpuspill.testing.engines import ManualEngine

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpuspill.device.base import Device
 from gpuspill.device.past_host import FileDriver, PastHost, Trust
+from gpuspill.device.port import Device
 from gpuspill.storage.base import FrameStream
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.inplace import FileMemory, InPlace

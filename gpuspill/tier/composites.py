@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from gpuspill.device.base import AllocationId
-from gpuspill.serialization import Serializer
+from gpuspill.device.port import AllocationId
+from gpuspill.manager.serialization import Serializer
 from gpuspill.tier.units import Leaf, Unit
 
 __all__ = ["Composite", "DeviceObject", "Families"]

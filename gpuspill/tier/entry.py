@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from gpuspill.device.arrays import ArrayDescription
-from gpuspill.device.base import Device
+from gpuspill.device.port import Device
 from gpuspill.manager import ProxifyManager
-from gpuspill.tier.book import Book
 from gpuspill.tier.composites import DeviceObject
+from gpuspill.tier.registry import Book
 from gpuspill.tier.units import DeviceMemory, Unit
 
 __all__ = ["Entry"]

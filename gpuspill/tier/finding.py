@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from gpuspill.device.arrays import ArrayAdapter, ArrayDescription, ArrayRegistry
-from gpuspill.device.base import Device
+from gpuspill.device.port import Device
 from gpuspill.errors import cut_loose
 from gpuspill.tier.composites import Families
 

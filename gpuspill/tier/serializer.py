@@ -7,14 +7,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from gpuspill.device.base import Allocation, AllocationId, Device, DeviceError
 from gpuspill.device.past_host import PastHost
+from gpuspill.device.port import Allocation, AllocationId, Device, DeviceError
 from gpuspill.errors import StorageError
-from gpuspill.serialization import Serialized
+from gpuspill.manager.serialization import Serialized
 from gpuspill.storage.base import FrameStream
 from gpuspill.storage.inplace import FileMemory
-from gpuspill.tier.book import Book
 from gpuspill.tier.composites import DeviceObject, Families
+from gpuspill.tier.registry import Book
 from gpuspill.tier.units import DeviceMemory
 
 __all__ = ["DeviceSerializer"]

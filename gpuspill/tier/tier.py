@@ -9,24 +9,24 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from gpuspill.admission import Admission
-from gpuspill.buffers import BufferPool
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
 from gpuspill.device.arrays import ArrayRegistry
-from gpuspill.device.base import Device
 from gpuspill.device.past_host import PastHost
+from gpuspill.device.port import Device
 from gpuspill.manager import ProxifyManager
-from gpuspill.tier.ahead import Lookahead
-from gpuspill.tier.apart import Disassembler
-from gpuspill.tier.book import Book
-from gpuspill.tier.building import Builder
+from gpuspill.manager.admission import Admission
+from gpuspill.storage.buffers import BufferPool
+from gpuspill.tier.assemble import Builder
 from gpuspill.tier.composites import DeviceObject, Families
+from gpuspill.tier.disassemble import Disassembler
 from gpuspill.tier.entry import Entry
 from gpuspill.tier.finding import Finder
-from gpuspill.tier.pressure import OutOfMemoryGuard
-from gpuspill.tier.reading import Reader, lost
-from gpuspill.tier.records import HostRecords
+from gpuspill.tier.host_store import HostRecords
+from gpuspill.tier.out_of_memory import OutOfMemoryGuard
+from gpuspill.tier.prefetch import Lookahead
+from gpuspill.tier.read import Reader, lost
+from gpuspill.tier.registry import Book
 from gpuspill.tier.serializer import DeviceSerializer
 from gpuspill.tier.statistics import TierStatistics
 from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton, Unit
@@ -152,7 +152,10 @@ class DeviceTier:
         return found
 
     def _disperse(self, key: Hashable, value: object, nbytes: int) -> tuple[object, int] | None:
-        """Take over what a value has on the device that came to the host as bytes. See :mod:`gpuspill.decoding`."""
+        """Take over what a value has on the device that came to the host as bytes.
+
+        See :mod:`gpuspill.manager.decode`.
+        """
         # Whoever uses it does so on a stream of its own.
         self.device.synchronize()
         skeleton = self.proxify(value, key)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from gpuspill.device.arrays import Recipe
-from gpuspill.device.base import Allocation, AllocationId
+from gpuspill.device.port import Allocation, AllocationId
 
 __all__ = ["Dead", "DeviceMemory", "Internal", "Leaf", "Skeleton", "Unit", "Watch"]
 

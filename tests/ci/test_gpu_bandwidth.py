@@ -3,9 +3,9 @@
 import pytest
 from gpu_bandwidth import measure, problems, table
 
-from gpuspill.device.base import CopyPlan
-from gpuspill.device.gpu import GpuDevice
-from gpuspill.device.simulated import ManualClock, SimulatedDevice
+from gpuspill.device.cuda.device import GpuDevice
+from gpuspill.device.port import CopyPlan
+from gpuspill.simulated.device.device import ManualClock, SimulatedDevice
 from gpuspill.testing.fake_driver import FakeDriver
 
 MB = 2**20

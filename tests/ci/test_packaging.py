@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from gpuspill.config import Settings
-from gpuspill.snapshot import Statistics
+from gpuspill.manager.statistics import Statistics
 
 ROOT = Path(__file__).parents[2]
 CONDA_NAMES = {"dask": "dask-core", "xxhash": "python-xxhash", "msgpack": "msgpack-python"}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from gpuspill.core.accounting import Charges
 from gpuspill.core.budget import Budget
 from gpuspill.core.candidates import Candidates
-from gpuspill.core.charges import Charges
 from gpuspill.core.effects import Counters, Effects
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.records import Records

@@ -201,7 +201,7 @@ def test_the_shared_filesystem_is_answered(command, caplog, word, told):
 @contextmanager
 def forgotten():
     """Nothing has been answered in this process yet."""
-    from gpuspill.legacy import answer_once
+    from gpuspill.config.jit_unspill import answer_once
 
     answer_once.cache_clear()
     yield

@@ -9,14 +9,14 @@ import types
 import pytest
 
 from gpuspill.config import Settings
-from gpuspill.device import cuda
-from gpuspill.device.base import DeviceError, MemoryInfo
-from gpuspill.device.driver import Driver
-from gpuspill.device.gpu import GpuDevice
-from gpuspill.device.simulated import SimulatedDevice
+from gpuspill.device.cuda import driver as cuda
+from gpuspill.device.cuda.device import GpuDevice
+from gpuspill.device.cuda.port import Driver
+from gpuspill.device.port import DeviceError, MemoryInfo
 from gpuspill.distributed.devices import find_device
 from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError
+from gpuspill.simulated.device.device import SimulatedDevice
 from gpuspill.testing.fake_driver import FakeDriver
 
 
@@ -57,9 +57,9 @@ def test_without_a_driver_nothing_is_said_or_imported(machine, caplog):
 def test_looking_for_a_device_imports_no_library():
     code = (
         "import sys; sys.modules['numpy'] = None;"
-        "from gpuspill.config import Settings; from gpuspill.device import cuda;"
+        "from gpuspill.config import Settings; from gpuspill.device.cuda import driver as cuda;"
         "cuda._driver_installed = lambda: False;"
-        "import gpuspill.device.cuda;"
+        "import gpuspill.device.cuda.driver;"
         "\ntry: cuda.device()\nexcept cuda.NoDevice: pass\nelse: raise AssertionError\n"
         "found = {'rmm', 'cupy', 'cuda.bindings', 'pynvml', 'numba', 'torch'} & set(sys.modules)\n"
         "assert not found, found"

@@ -17,7 +17,7 @@ import pytest
 
 from gpuspill import simulated
 from gpuspill.device.arrays import ArrayRegistry, Recipe, estimated_nbytes
-from gpuspill.device.base import Allocation, AllocationId, Layout
+from gpuspill.device.port import Allocation, AllocationId, Layout
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.devices import ArrayTests
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gpuspill.device.base import AllocationId, CopyPlan, DeviceError, FreedUnderCopy, SourceChanged, UnorderedAccess
-from gpuspill.device.driver import Driver
-from gpuspill.device.gpu import GpuDevice
-from gpuspill.device.simulated import PENDING, ManualClock, RealClock, SimulatedDevice
+from gpuspill.device.cuda.device import GpuDevice
+from gpuspill.device.cuda.port import Driver
+from gpuspill.device.port import AllocationId, CopyPlan, DeviceError, FreedUnderCopy, SourceChanged, UnorderedAccess
+from gpuspill.simulated.device.device import PENDING, ManualClock, RealClock, SimulatedDevice
 from gpuspill.testing.devices import DeviceTests, fetch, pattern, store
 from gpuspill.testing.fake_driver import FakeDriver
 

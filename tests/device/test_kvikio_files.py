@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
-from gpuspill.device import kvikio_files as module
-from gpuspill.device.kvikio_files import KvikioFiles, kvikio_files
+from gpuspill.device.cuda import kvikio_files as module
+from gpuspill.device.cuda.kvikio_files import KvikioFiles, kvikio_files
 from gpuspill.device.past_host import FileDriverError, PastHost, Trust
 from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import PickleSerializer
+from gpuspill.manager.serialization import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.past_host_tests import PastHostTests

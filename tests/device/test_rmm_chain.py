@@ -8,10 +8,10 @@ import types
 
 import pytest
 
-from gpuspill.device.base import CopyPlan
-from gpuspill.device.gpu import GpuDevice
-from gpuspill.device.rmm_chain import RmmChain
-from gpuspill.device.simulated import ManualClock, SimulatedDevice
+from gpuspill.device.cuda.device import GpuDevice
+from gpuspill.device.cuda.rmm_chain import RmmChain
+from gpuspill.device.port import CopyPlan
+from gpuspill.simulated.device.device import ManualClock, SimulatedDevice
 from gpuspill.testing.devices import DeviceTests
 from gpuspill.testing.fake_driver import FakeDriver, FakeMemory
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
-from gpuspill.device.base import OutOfMemory, UnorderedAccess, UseAfterFree
+from gpuspill.device.port import OutOfMemory, UnorderedAccess, UseAfterFree
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
-from gpuspill.simulated.launch import launch
+from gpuspill.simulated.arrays.launch import launch
 
 
 @pytest.fixture(autouse=True)

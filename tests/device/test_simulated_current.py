@@ -9,7 +9,7 @@ import pytest
 from gpuspill import simulated
 from gpuspill.errors import ConfigError
 from gpuspill.simulated import SimulatedDevice
-from gpuspill.simulated.current import _Default
+from gpuspill.simulated.arrays.current import _Default
 
 
 def test_there_is_one_default_device_a_process():

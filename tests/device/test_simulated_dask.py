@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
-from gpuspill.device.base import OutOfMemory
+from gpuspill.device.port import OutOfMemory
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 
 da = pytest.importorskip("dask.array")
@@ -193,7 +193,7 @@ def test_size_and_token(device):
 
 
 def test_registering_again_changes_nothing(hosts, device):
-    from gpuspill.simulated.dispatch import register
+    from gpuspill.simulated.arrays.dispatch import register
 
     register()
     result = hosts[0].map_blocks(asarray).sum().compute(scheduler="sync")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gpuspill.device.base import (
+from gpuspill.device.port import (
     DeviceError,
     FreedUnderCopy,
     OutOfMemory,
@@ -16,7 +16,7 @@ from gpuspill.device.base import (
     UnorderedAccess,
     UseAfterFree,
 )
-from gpuspill.device.simulated import FRESH, PENDING, ManualClock, RealClock, SimulatedDevice
+from gpuspill.simulated.device.device import FRESH, PENDING, ManualClock, RealClock, SimulatedDevice
 from gpuspill.testing.devices import DeviceTests, fetch, pattern, store
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
-from gpuspill.device.base import UnorderedAccess
-from gpuspill.device.simulation.timeline import Span, busy_seconds, common_seconds
+from gpuspill.device.port import UnorderedAccess
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy, empty, run_kernel
+from gpuspill.simulated.device.timeline import Span, busy_seconds, common_seconds
 
 
 @pytest.fixture

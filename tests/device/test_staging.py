@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gpuspill.device.base import CopyPlan, DeviceError
-from gpuspill.device.simulated import ManualClock, SimulatedDevice
+from gpuspill.device.port import CopyPlan, DeviceError
 from gpuspill.device.staging import Copier, probe
+from gpuspill.simulated.device.device import ManualClock, SimulatedDevice
 from gpuspill.testing.devices import fetch, pattern, store
 from gpuspill.testing.stores import Gate
 

@@ -18,7 +18,7 @@ from gpuspill.distributed import factory, sending
 from gpuspill.distributed.devices import device_limit, find_device
 from gpuspill.errors import ConfigError, DataLostError
 from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
-from gpuspill.simulated import current as current_device
+from gpuspill.simulated.arrays import current as current_device
 from gpuspill.testing.fake_files import FakeFiles
 from gpuspill.tier import Internal, Skeleton
 

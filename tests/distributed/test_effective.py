@@ -14,9 +14,9 @@ from distributed.utils_test import captured_logger, gen_cluster
 import gpuspill
 from gpuspill import simulated
 from gpuspill.cli import gpuspill as command
+from gpuspill.config.jit_unspill import answer_once
 from gpuspill.distributed.attachment import attach
-from gpuspill.distributed.effective import announce_settings
-from gpuspill.legacy import answer_once
+from gpuspill.distributed.settings_report import announce_settings
 
 CONFIG = {
     "gpuspill": {

@@ -16,7 +16,7 @@ from dask._task_spec import Alias, Task, TaskRef
 from distributed import Actor, Event, Reschedule, get_client, get_worker, secede, wait, worker_client
 from distributed.utils_test import async_poll_for, inc
 
-from gpuspill.proxy import Proxy
+from gpuspill.manager.proxy import Proxy
 from tests.distributed.clusters import all_spilled, at_rest, spilling
 
 pytestmark = pytest.mark.cluster

@@ -13,8 +13,8 @@ from distributed.metrics import context_meter
 from gpuspill import DataLostError
 from gpuspill.config import Settings
 from gpuspill.distributed.factory import build_store
-from gpuspill.distributed.jobs import Job, OutputSizes, granted
 from gpuspill.distributed.metrics import WAIT
+from gpuspill.distributed.task_inputs import Job, OutputSizes, granted
 from gpuspill.distributed.views import LostValue, ResidentView, View
 
 

@@ -11,10 +11,10 @@ from distributed import Client, KilledWorker, Nanny, Scheduler, Status, wait
 from distributed.utils_test import async_poll_for, gen_cluster, gen_test
 
 import gpuspill
-from gpuspill.buffers import BufferPool
 from gpuspill.config import Settings
 from gpuspill.distributed.factory import build_store
 from gpuspill.distributed.memory import MemoryFollower, Thresholds, return_free_memory
+from gpuspill.storage.buffers import BufferPool
 from tests.distributed.clusters import attached
 
 G = 10**9

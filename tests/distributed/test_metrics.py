@@ -14,7 +14,7 @@ from tornado.httpclient import AsyncHTTPClient
 
 import gpuspill
 from gpuspill.distributed.metrics import LABELS, WAIT, Metrics, heartbeat
-from gpuspill.snapshot import Statistics
+from gpuspill.manager.statistics import Statistics
 from tests.distributed.clusters import all_spilled, spilling
 
 pytestmark = pytest.mark.cluster

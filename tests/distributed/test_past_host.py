@@ -5,12 +5,12 @@ import logging
 import pytest
 
 from gpuspill.config import Settings
-from gpuspill.device import kvikio_files as kvikio
+from gpuspill.device.cuda import kvikio_files as kvikio
 from gpuspill.device.past_host import PastHost
-from gpuspill.device.simulated import SimulatedDevice
 from gpuspill.distributed.devices import find_past_host
 from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError
+from gpuspill.simulated.device.device import SimulatedDevice
 
 
 @pytest.fixture

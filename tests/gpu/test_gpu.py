@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gpuspill.device import cuda
-from gpuspill.device.base import CopyPlan
-from gpuspill.device.gpu import GpuDevice
+from gpuspill.device.cuda import driver as cuda
+from gpuspill.device.cuda.device import GpuDevice
+from gpuspill.device.port import CopyPlan
 from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import PickleSerializer
+from gpuspill.manager.serialization import PickleSerializer
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.devices import ArrayTests, DeviceTests
 from gpuspill.tier import DeviceTier

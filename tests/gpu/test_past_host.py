@@ -5,14 +5,14 @@ import gc
 import numpy as np
 import pytest
 
-from gpuspill.device import cuda
-from gpuspill.device.base import CopyPlan
-from gpuspill.device.gpu import GpuDevice
-from gpuspill.device.kvikio_files import KvikioFiles, kvikio_files
+from gpuspill.device.cuda import driver as cuda
+from gpuspill.device.cuda.device import GpuDevice
+from gpuspill.device.cuda.kvikio_files import KvikioFiles, kvikio_files
 from gpuspill.device.past_host import PastHost, Trust
+from gpuspill.device.port import CopyPlan
 from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import PickleSerializer
+from gpuspill.manager.serialization import PickleSerializer
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.past_host_tests import DevicePastHostTests
 from gpuspill.tier import DeviceTier

@@ -165,7 +165,7 @@ class TestWhereItCannotBe:
         def failing(*args):
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr("gpuspill.storage.transfer.map_file", lambda *args: None)
+        monkeypatch.setattr("gpuspill.storage.record_io.map_file", lambda *args: None)
         monkeypatch.setattr(os, "preadv", failing)
         with pytest.raises(StorageError, match="Input/output"):
             store.read(receipt, Borrow())

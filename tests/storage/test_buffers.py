@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpuspill import buffers
-from gpuspill.buffers import SMALL_NBYTES, BufferPool, size_class
+from gpuspill.storage import buffers
+from gpuspill.storage.buffers import SMALL_NBYTES, BufferPool, size_class
 
 MB = 2**20
 

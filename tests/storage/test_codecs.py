@@ -362,7 +362,7 @@ class TestInAStore:
             store.validate()
 
     def test_many_compressed_frames_are_not_all_held(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("gpuspill.storage.transfer._FLUSH_NBYTES", 100_000)
+        monkeypatch.setattr("gpuspill.storage.record_io._FLUSH_NBYTES", 100_000)
         writes = []
         writev = os.writev
         monkeypatch.setattr(os, "writev", lambda fd, bufs: writes.append(sum(map(len, bufs))) or writev(fd, bufs))

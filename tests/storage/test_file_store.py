@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from gpuspill.errors import QuotaExceeded, RecordCorrupt, RecordLost, StorageError, StorageFull
-from gpuspill.storage import transfer
+from gpuspill.storage import record_io
 from gpuspill.storage.codecs import Codec, CodecChooser
 from gpuspill.storage.counters import Counters
 from gpuspill.storage.files import FileStore
@@ -127,7 +127,7 @@ class TestDamage:
     def piece(self, request, monkeypatch):
         """How many bytes are read and hashed at a time."""
         if request.param is not None:
-            monkeypatch.setattr(transfer, "_PIECE_NBYTES", request.param)
+            monkeypatch.setattr(record_io, "_PIECE_NBYTES", request.param)
 
     @pytest.fixture
     def receipt(self, store):
@@ -323,7 +323,7 @@ class TestDamage:
 class TestPieces:
     """Records that are larger than what is read and hashed at a time."""
 
-    PIECE = transfer._PIECE_NBYTES
+    PIECE = record_io._PIECE_NBYTES
 
     @pytest.mark.parametrize("nbytes", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 1, 5 * PIECE - 100])
     def test_what_was_written_comes_back(self, store, nbytes, monkeypatch):
@@ -679,7 +679,7 @@ class TestFailures:
     def test_no_more_is_written_than_the_quota_covers(self, tmp_path, monkeypatch):
         # The sample promises next to nothing, and each frame shrinks by a fifth only: the promise has to grow with
         # them, or the disk fills before the quota is looked at again.
-        monkeypatch.setattr("gpuspill.storage.transfer._FLUSH_NBYTES", 1)
+        monkeypatch.setattr("gpuspill.storage.record_io._FLUSH_NBYTES", 1)
         writev, written = os.writev, []
         monkeypatch.setattr(os, "writev", lambda fd, bufs: written.append(sum(map(len, bufs))) or writev(fd, bufs))
         codec = Codec("fifth", lambda d: bytes(len(d) * 4 // 5 if len(d) > 50_000 else 1), bytes)

@@ -219,5 +219,5 @@ def test_many_codecs():
 
 
 def test_importing_the_format_does_not_import_numpy():
-    code = "import sys, gpuspill.storage.files, gpuspill.buffers; assert 'numpy' not in sys.modules"
+    code = "import sys, gpuspill.storage.files, gpuspill.storage.buffers; assert 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,7 @@ import zlib
 import pytest
 from hypothesis import settings
 
-from gpuspill.buffers import BufferPool
+from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.codecs import Codec, CodecChooser
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.wrappers import DelayedStore, FaultyStore, WrapperStore

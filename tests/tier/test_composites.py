@@ -295,7 +295,7 @@ def test_frames_of_no_library_come_back_as_memory_with_the_interface():
 
     found = registry.describe(Buffer())
     assert found.identity == ("cuda:0", 0x10040, 64)
-    from gpuspill.tier.apart import _frame_recipe
+    from gpuspill.tier.disassemble import _frame_recipe
 
     recipe = _frame_recipe(found)
     assert recipe.adapter == InterfaceAdapter.name

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
-from gpuspill.device.base import CopyPlan, DeviceError
+from gpuspill.device.port import CopyPlan, DeviceError
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import PickleSerializer
+from gpuspill.manager.serialization import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.stores import Gate, GatedStore

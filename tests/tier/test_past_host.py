@@ -11,8 +11,8 @@ import threading
 import numpy as np
 import pytest
 
-from gpuspill.device.base import DeviceError
 from gpuspill.device.past_host import FileDriverError, PastHost, Trust
+from gpuspill.device.port import DeviceError
 from gpuspill.errors import DataLostError
 from gpuspill.simulated import asarray, asnumpy
 from gpuspill.testing.fake_files import FakeFiles

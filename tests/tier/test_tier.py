@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
-from gpuspill.device.base import CopyPlan, DeviceError
+from gpuspill.device.port import CopyPlan, DeviceError
 from gpuspill.errors import DataLostError, ManagerClosed
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import Encoded, PickleSerializer
+from gpuspill.manager.serialization import Encoded, PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import Gate, GatedStore, MemoryStore
 from gpuspill.tier import DeviceTier, Internal, Skeleton

@@ -8,11 +8,11 @@ import pytest
 from gpuspill import simulated
 from gpuspill.device.adapters import SimulatedAdapter
 from gpuspill.device.arrays import ArrayRegistry
-from gpuspill.device.base import CopyPlan
-from gpuspill.device.gpu import GpuDevice
+from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.past_host import PastHost, Trust
+from gpuspill.device.port import CopyPlan
 from gpuspill.manager import ProxifyManager
-from gpuspill.serialization import PickleSerializer
+from gpuspill.manager.serialization import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.fake_driver import FakeDriver

@@ -1,0 +1,7 @@
+"""Options: what there is, where a value comes from, and what JIT-unspill"s settings mean."""
+
+from __future__ import annotations
+
+from gpuspill.config.settings import CODECS, Settings, is_on, simulated_options
+
+__all__ = ["CODECS", "Settings", "is_on", "simulated_options"]

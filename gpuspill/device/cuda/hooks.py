@@ -1,0 +1,84 @@
+"""Who is asked when an allocation on a GPU does not fit, whoever makes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from gpuspill.device.cuda.port import Driver, Fits
+from gpuspill.device.hooks import HookChain
+
+__all__ = ["Attempt", "GpuHooks"]
+
+# A hook that says it made room when it did not would otherwise go round for ever.
+_MAX_RETRIES: Final = 1000
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One allocation of the port's own: whether the hooks were asked for it, and what one of them raised."""
+
+    asked: bool = False
+    raised: BaseException | None = None
+
+
+class GpuHooks(HookChain):
+    """The chain of one GPU. It hangs on the allocator that everybody uses, not on the port's allocations alone.
+
+    Parameters
+    ----------
+    driver
+        The GPU's.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__()
+        self._driver = driver
+        self._here = threading.local()
+
+    def connected(self) -> bool:
+        """Whether the allocator asks this chain."""
+        return self._driver.connected()
+
+    def connect(self) -> None:
+        """Make the allocator ask this chain."""
+        if not self._driver.connected():
+            self._driver.connect(self._failed)
+
+    def disconnect(self) -> None:
+        """Make the allocator ask this chain no more."""
+        self._driver.disconnect()
+
+    @contextmanager
+    def watching(self) -> Iterator[Attempt]:
+        """Note what happens here during an allocation of the calling thread."""
+        outer = getattr(self._here, "attempt", None)
+        attempt = self._here.attempt = Attempt()
+        try:
+            yield attempt
+        finally:
+            self._here.attempt = outer
+
+    def _failed(self, nbytes: int, fits: Fits) -> bool:
+        """Answer the allocator, in the thread that allocates: whether to try again.
+
+        It does not say whether it asked before for the same allocation, and "collect garbage once" has to know. So it
+        is told to try again only when that is going to work: trying takes place here.
+        """
+        if self.asking:
+            return False
+        attempt = getattr(self._here, "attempt", None) or Attempt()
+        attempt.asked = True
+        try:
+            for retries in range(_MAX_RETRIES):
+                if not self.ask(nbytes, retries):
+                    return False
+                if fits(nbytes):
+                    return True
+        except BaseException as error:
+            attempt.raised = error
+            raise
+        return False

@@ -1,1 +1,0 @@
-"""Parts of the simulated device: its clock, memory, streams and hooks. See :mod:`gpuspill.device.simulated`."""

@@ -1,0 +1,154 @@
+"""What somebody who adds bytes gets: pins on inputs, and a promise of room."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING
+
+from gpuspill.core.budget import Reservation
+
+if TYPE_CHECKING:
+    from gpuspill.manager.admitting import Admitter
+
+__all__ = ["Admission"]
+
+logger = logging.getLogger("gpuspill")
+
+
+class Admission:
+    """Pins on the inputs of one task or transfer, and room for what is missing and for the output.
+
+    Made by :meth:`gpuspill.manager.ProxifyManager.admit`; a context manager that releases at the
+    end.
+
+    Attributes
+    ----------
+    outputs
+        Promised bytes by the key under which they will be stored; storing a key settles its part.
+    reservation
+        The core's promise.
+    pids
+        The pinned proxies by key.
+    output_nbytes
+        The part of the promise that is for the output, in bytes.
+    asked_at
+        When it was asked for, by the manager's clock.
+    awaited
+        Whether somebody ever waited for it, or asked to be told.
+
+    Notes
+    -----
+    Thread-safe. Granting waits only while something can still make room, so a wait ends without
+    anybody's help.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_admitter",
+        "_callbacks",
+        "_unreleased",
+        "asked_at",
+        "awaited",
+        "output_nbytes",
+        "outputs",
+        "pids",
+        "reservation",
+    )
+
+    def __init__(
+        self,
+        admitter: Admitter,
+        reservation: Reservation,
+        pids: Mapping[Hashable, int],
+        outputs: dict[Hashable, int],
+        output_nbytes: int,
+        asked_at: float,
+    ) -> None:
+        self._admitter = admitter
+        self.outputs = outputs
+        self.reservation = reservation
+        self.pids = pids
+        self.output_nbytes = output_nbytes
+        self.asked_at = asked_at
+        self.awaited = False
+        # No lock: a finaliser may make the room that is waited for here, in this very thread, at any point. Each step
+        # is one operation that Python makes atomic.
+        self._unreleased = [True]
+        self._callbacks: deque[Callable[[], None]] = deque()
+
+    @property
+    def granted(self) -> bool:
+        """Whether there is room (or waiting for it is pointless)."""
+        return self.reservation.granted
+
+    @property
+    def overrun(self) -> bool:
+        """Whether it was granted beyond the limit."""
+        return self.reservation.overrun
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until granted or released.
+
+        Parameters
+        ----------
+        timeout
+            Seconds; None for no limit.
+
+        Returns
+        -------
+        bool
+            Whether it is granted (or released) now.
+        """
+        if self._settled():
+            return True
+        waiting = threading.Lock()
+        waiting.acquire()
+        self.add_done_callback(waiting.release)
+        return waiting.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once granted or released: now, in this thread, if it is; else in the thread that makes room.
+
+        The callback must not block and must not raise.
+        """
+        if not self._settled():
+            self.awaited = True
+            self._callbacks.append(callback)
+            if self._settled():
+                self.fulfil()  # it may have come too late for whoever settled it
+            return
+        callback()
+
+    def _settled(self) -> bool:
+        return self.reservation.granted or not self._unreleased
+
+    def fulfil(self) -> None:
+        """Tell those who wait. Called by the manager after the core granted it, without a lock held."""
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return  # somebody else tells the last
+            try:
+                callback()
+            except Exception:
+                # It must not raise; the others, and whoever made the room, have nothing to do with it.
+                logger.exception("a callback of an admission failed")
+
+    def release(self) -> None:
+        """Undo the pins and give back what is left of the promise. Idempotent; also ends a wait."""
+        try:
+            self._unreleased.pop()
+        except IndexError:
+            return
+        self._admitter.release(self)
+        self.fulfil()
+
+    def __enter__(self) -> Admission:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

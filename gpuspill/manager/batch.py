@@ -1,0 +1,270 @@
+"""Several values at once: those of a task's inputs, of a transfer, of whoever asks for many keys."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from typing import Any, Literal
+
+from gpuspill.core.budget import Kind
+from gpuspill.core.ledger import Entry
+from gpuspill.errors import ManagerClosed
+from gpuspill.manager.admission import Admission
+from gpuspill.manager.admitting import Admitter
+from gpuspill.manager.metadata import Metadata
+from gpuspill.manager.restore import Restorer, lost_error
+from gpuspill.manager.serialization import Encoded, Serializer
+from gpuspill.manager.threads import Engine
+
+__all__ = ["Gatherer"]
+
+
+class Gatherer:
+    """Collects values on behalf of a manager, each in its own time; the last one to come delivers all.
+
+    Parameters
+    ----------
+    metadata, engine, serializer, restorer, admitter
+        The manager's.
+
+    Notes
+    -----
+    Thread-safe. What returns a future does not block; the rest says so.
+    """
+
+    def __init__(
+        self, metadata: Metadata, engine: Engine, serializer: Serializer, restorer: Restorer, admitter: Admitter
+    ) -> None:
+        self._metadata = metadata
+        self._engine = engine
+        self._serializer = serializer
+        self._restorer = restorer
+        self._admitter = admitter
+
+    # -- into memory ---------------------------------------------------------------------------------
+
+    def get_many(
+        self, keys: Iterable[Hashable], missing: Literal["raise", "omit"] = "raise"
+    ) -> Future[dict[Hashable, Any]]:
+        """Return a future of the values of several keys, read on the restore threads.
+
+        Parameters
+        ----------
+        keys
+            Any number of keys.
+        missing
+            Whether an unknown key raises KeyError (here, at once) or is left out.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Done already when every value is in memory. Waits for admission otherwise. Cancelling it gives up waiting;
+            reads that have begun end in the background and leave the store consistent. A value whose key is
+            deleted meanwhile is delivered.
+        """
+        result: Future[dict[Hashable, Any]] = Future()
+        with self._metadata as state:
+            known = state.ledger.keys
+            found: dict[Hashable, Entry] = {}
+            for key in keys:
+                entry = known.get(key)
+                if entry is not None:
+                    found[key] = entry
+                elif missing == "raise":
+                    raise KeyError(key)
+            if all(map(self._restorer.ready, found.values())):
+                result.set_result({key: self._restorer.hit(entry) for key, entry in found.items()})
+                return result
+            admission = self._admitter.promise(found, {}, 0, Kind.TRANSFER)
+        gathered = self.materialize_later(admission)
+        gathered.add_done_callback(lambda _: admission.release())
+        return gathered
+
+    def materialize(self, admission: Admission) -> dict[Hashable, Any]:
+        """Return the values of the inputs of a granted admission, reading what is on disk.
+
+        Blocks. The calling thread reads one of them itself while the restore threads read the others. What is left of
+        the promise for inputs is given back.
+        """
+        values: dict[Hashable, Any] = {}
+        absent = []
+        hits = []
+        with self._metadata:
+            for key, pid in admission.pids.items():
+                entry = self._metadata.entry(key, pid)
+                if self._restorer.ready(entry):
+                    values[key] = self._restorer.hit(entry)
+                    hits.append(entry.nbytes)
+                else:
+                    absent.append((key, pid))
+        if absent:
+            futures = [(key, self._restorer.start(key, pid, admission)) for key, pid in absent[1:]]
+            key, pid = absent[0]
+            values[key] = self._restorer.bring(key, pid, admission)
+            for key, future in futures:
+                values[key] = self._restorer.outcome(key, future)
+        self._admitter.settle_inputs(admission)
+        for nbytes in hits:
+            self._restorer.observe_hit(nbytes)
+        return values
+
+    def materialize_later(self, admission: Admission) -> Future[dict[Hashable, Any]]:
+        """Return a future of what :meth:`materialize` returns, read on the restore threads.
+
+        Waits for the admission to be granted. Cancel the future before the admission is released, or reads may begin
+        that nobody needs.
+        """
+        result: Future[dict[Hashable, Any]] = Future()
+        admission.add_done_callback(partial(copy_context().run, self._gather, admission, result))
+        return result
+
+    def _gather(self, admission: Admission, result: Future[dict[Hashable, Any]]) -> None:
+        """Start the restores of what was admitted."""
+        if result.cancelled():
+            return
+        if not admission.pids:
+            self._admitter.settle_inputs(admission)
+            result.set_result({})
+            return
+        pending = [(key, self._restorer.start(key, pid, admission)) for key, pid in admission.pids.items()]
+        self._deliver(pending, result, partial(self._admitter.settle_inputs, admission))
+
+    # -- as they are ---------------------------------------------------------------------------------
+
+    def export(self, admission: Admission, *, borrow: bool = False) -> Future[dict[Hashable, Encoded | Any]]:
+        """Return a future of what to send for the inputs of an admission, read on the restore threads.
+
+        The value itself where it is in memory; else its record's bytes, checked but not decoded. What is on disk stays
+        there, and nothing else has to leave for it: the future never waits for room. Whoever sends bounds what is under
+        way.
+
+        Parameters
+        ----------
+        admission
+            Of the inputs.
+        borrow
+            Whether the bytes are only looked at, soon; see :class:`gpuspill.storage.base.Borrow`. Nothing may be
+            decoded from them then that is kept.
+
+        Raises
+        ------
+        DataLostError, ManagerClosed
+            In the future: a value cannot be read.
+        """
+        result: Future[dict[Hashable, Encoded | Any]] = Future()
+        pending = [(key, self._export_later(key, pid, result, borrow)) for key, pid in admission.pids.items()]
+        self._deliver(pending, result, lambda: None)
+        return result
+
+    def fetch(self, key: Hashable, *, in_place: bool = False) -> Encoded | Any:
+        """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks.
+
+        Parameters
+        ----------
+        key
+            Whose.
+        in_place
+            Frames that came to disk past host memory may be left there: see
+            :class:`gpuspill.storage.inplace.FileMemory`.
+
+        Raises
+        ------
+        KeyError
+            The key is unknown.
+        DataLostError, ManagerClosed
+            Its value cannot be read.
+        """
+        with self._admitter.pin([key]) as pins:
+            return self._restorer.fetch(key, pins.pids[key], in_place=in_place)
+
+    def decode(self, encoded: Encoded) -> Future[Any]:
+        """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""
+        result: Future[Any] = Future()
+        if not self._engine.submit(partial(self._decode, encoded, result)):
+            result.set_exception(ManagerClosed("the store was closed"))
+        return result
+
+    def _decode(self, encoded: Encoded, result: Future[Any]) -> None:
+        """Deliver in `result` the value that some bytes stand for. Blocks; never raises an Exception."""
+        try:
+            result.set_result(self._serializer.loads(encoded.header, [memoryview(frame) for frame in encoded.frames]))
+        except Exception as error:
+            with suppress(InvalidStateError):  # cancelled
+                result.set_exception(error)
+
+    def _export_later(self, key: Hashable, pid: int, result: Future[Any], borrow: bool) -> Future[Any]:
+        """Return a future of what to send for one proxy, which the caller has pinned. Never blocks and never raises.
+
+        A restore in flight is joined here and not on a restore thread: it may be queued behind that very thread.
+        """
+        future: Future[Any] = Future()
+        with self._metadata:
+            try:
+                entry = self._metadata.entry(key, pid)
+                slot = self._metadata.slots[pid]
+                if slot.loss is not None:
+                    raise lost_error(key, slot.loss)
+                if entry.resident:
+                    future.set_result(slot.value)
+                    return future
+                if slot.restoring is not None:
+                    return slot.restoring
+                if self._metadata.closed:
+                    raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+            except Exception as error:
+                future.set_exception(error)
+                return future
+
+        def read() -> None:
+            try:
+                # Nobody waits for it if the whole was cancelled.
+                future.set_result(None if result.cancelled() else self._restorer.fetch(key, pid, borrow=borrow))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        if not self._engine.submit(partial(copy_context().run, read)):
+            future.set_exception(ManagerClosed(f"the store was closed before {key!r} was read"))
+        return future
+
+    # -- both ----------------------------------------------------------------------------------------
+
+    def _deliver(
+        self,
+        pending: list[tuple[Hashable, Future[Any]]],
+        result: Future[dict[Hashable, Any]],
+        before: Callable[[], None],
+    ) -> None:
+        """Call `before` and deliver the outcomes of `pending` in `result`, in the thread in which the last one ends."""
+        if not pending:
+            result.set_result({})
+            return
+        lock = threading.Lock()
+        left = len(pending)
+
+        def ended(_: Future[Any]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            try:
+                try:
+                    values = {key: self._restorer.outcome(key, future) for key, future in pending}
+                except Exception as error:
+                    result.set_exception(error)
+                else:
+                    before()
+                    result.set_result(values)
+            except InvalidStateError:
+                pass  # cancelled
+            finally:
+                pending.clear()
+
+        for _, future in list(pending):
+            future.add_done_callback(ended)

@@ -1,0 +1,126 @@
+"""Limits, and making values leave before a limit asks for it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from gpuspill.manager.metadata import Metadata
+from gpuspill.manager.spill import Spiller
+from gpuspill.manager.threads import Engine
+
+__all__ = ["Evictor"]
+
+#: Seconds until another look at what another thread is writing.
+_PAUSE = 0.001
+
+
+class Evictor:
+    """Moves the limits of a manager, and evicts in the calling thread.
+
+    Parameters
+    ----------
+    metadata, engine, spiller
+        The manager's.
+
+    Notes
+    -----
+    Thread-safe. :meth:`evict_all` and :meth:`make_room` block.
+    """
+
+    def __init__(self, metadata: Metadata, engine: Engine, spiller: Spiller) -> None:
+        self._metadata = metadata
+        self._engine = engine
+        self._spiller = spiller
+
+    def set_limit(self, limit: int | None, disk_limit: int | None, *, disk_limit_from: str | None = None) -> None:
+        """Change the limits, in bytes; None for no limit. Without effect after the manager was closed.
+
+        Parameters
+        ----------
+        limit, disk_limit
+            As of the manager.
+        disk_limit_from
+            The setting that says what `disk_limit` is, for messages; None: the same as before.
+        """
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.set_limit, limit, disk_limit, disk_limit_from=disk_limit_from))
+            elif not self._metadata.closed:
+                self._metadata.disk_limit_from = disk_limit_from or self._metadata.disk_limit_from
+                state.set_limits(limit, disk_limit)
+
+    def set_patience(self, count: int) -> None:
+        """Set how many values are spared of those that were used up last and were not written yet.
+
+        They stay while there are others that no task is known to need.
+        """
+        with self._metadata as state:
+            state.set_patience(count)
+
+    def set_offset(self, nbytes: int) -> None:
+        """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.set_offset, nbytes))
+            else:
+                state.set_offset(nbytes)
+
+    def evict_all(self) -> None:
+        """Spill whatever can be spilled now, and wait until it is done. Blocks; for tests and benchmarks.
+
+        What somebody holds, or what cannot be written, stays.
+        """
+        with self._metadata as state:
+            if self._metadata.closed:
+                return
+            self._metadata.forbid_nested("evict")
+            limit, disk_limit = state.memory.limit, state.disk.limit
+            # Below nothing, so that values of no size go as well, and whatever the offset takes off.
+            state.set_limits(min(0, state.memory.offset) - 1, disk_limit)
+        try:
+            while True:
+                done = self._spiller.step() is not None
+                with self._metadata as state:
+                    if self._metadata.closed or (done and not (state.spilling or state.queue)):
+                        break
+                if done:
+                    time.sleep(_PAUSE)  # another thread has the last ones in hand
+        finally:
+            self.set_limit(limit, disk_limit)
+
+    def make_room(self, nbytes: int) -> int:
+        """Evict values until `nbytes` bytes are free that were not, whatever the limit. Blocks: this thread writes.
+
+        Returns
+        -------
+        int
+            Bytes that were freed; fewer than asked for if everything else is in use or cannot be written. What
+            others were writing meanwhile is waited for, and counts too.
+        """
+        freed = 0
+        with self._metadata as state:
+            self._metadata.forbid_nested("make room")
+            state.retry()
+        while freed < nbytes:
+            with self._metadata as state:
+                if self._metadata.closed:
+                    break
+                used = state.memory.used
+                pid = state.next_spill(force=True)
+                dropped = used - state.memory.used
+                spilling = state.spilling
+                size = 0 if pid is None else state.ledger.entries[pid].nbytes
+            freed += dropped
+            if pid is not None:
+                self._spiller.spill(pid, force=True)
+                with self._metadata as state:
+                    entry = state.ledger.entries.get(pid)
+                    freed += size if entry is None or not entry.resident else 0
+            elif not dropped:
+                if not spilling or self._engine.spilling_here:
+                    break
+                time.sleep(_PAUSE)  # another thread has the last ones in hand
+                with self._metadata as state:
+                    freed += max(0, used - state.memory.used)
+        return freed

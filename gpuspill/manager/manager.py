@@ -1,0 +1,513 @@
+"""The proxify manager: all values of one worker, wherever they are.
+
+It puts the parts together and offers what they do by key. The core decides (:mod:`gpuspill.core.state`, behind the lock
+in :mod:`gpuspill.manager.metadata`); the parts carry out:
+
+=================================  ==========================================================
+:mod:`gpuspill.manager.insert`     values come in
+:mod:`gpuspill.manager.admitting`  pins, and promises of room
+:mod:`gpuspill.manager.batch`      several values at once, for tasks and for transfers
+:mod:`gpuspill.manager.restore`    one value comes back
+:mod:`gpuspill.manager.decode`     bytes become a value
+:mod:`gpuspill.manager.spill`      one value is written
+:mod:`gpuspill.manager.limits`     limits, and making values leave before a limit asks for it
+:mod:`gpuspill.manager.prefetch`   next uses, and what is brought back ahead of them
+:mod:`gpuspill.manager.threads`    the threads
+=================================  ==========================================================
+
+``docs/design/contract.md`` states what holds when.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal
+
+from gpuspill.core.budget import Kind
+from gpuspill.core.policy import Order
+from gpuspill.core.residency import Tier
+from gpuspill.core.sizes import SizeModel
+from gpuspill.device.shared_memory import SharedMemory
+from gpuspill.manager.admission import Admission
+from gpuspill.manager.admitting import Admitter
+from gpuspill.manager.batch import Gatherer
+from gpuspill.manager.decode import Decoder, Disperse
+from gpuspill.manager.insert import Intake
+from gpuspill.manager.limits import Evictor
+from gpuspill.manager.metadata import Metadata
+from gpuspill.manager.observer import Observer
+from gpuspill.manager.prefetch import Prefetcher
+from gpuspill.manager.proxy import Proxy
+from gpuspill.manager.restore import Restorer
+from gpuspill.manager.serialization import Encoded, Serializer
+from gpuspill.manager.sharing import Sharing
+from gpuspill.manager.slots import Custody, Slot
+from gpuspill.manager.spill import Spiller
+from gpuspill.manager.statistics import Statistics, take_snapshot
+from gpuspill.manager.threads import Engine
+from gpuspill.storage.base import Frame, Receipt, Store
+
+__all__ = ["ProxifyManager"]
+
+_ABSENT = object()
+
+
+class ProxifyManager:
+    """All values of one worker, wherever they are.
+
+    Parameters
+    ----------
+    limit
+        Bytes of values to keep in memory; None for no limit.
+    disk_limit
+        Bytes of records to keep on disk; None for no limit.
+    store
+        Where records go. The manager closes it.
+    serializer
+        How values become bytes.
+    sizeof
+        Bytes a value takes in memory; called on the storing thread when the caller does not give the size.
+    allocate
+        Gives the buffer that a record is read into.
+    observer
+        Told about I/O and hits.
+    shared
+        ``shared(value)`` tells which memory a value keeps alive that others may keep alive too: that is charged once,
+        for as long as one of them is in memory.
+    custody
+        Knows values that stand for memory elsewhere; their sizes are taken as exact.
+    keep_clean
+        Keep the record of restored values.
+    spill_threads, restore_threads
+        Background threads.
+    name
+        Part of the thread names.
+    clock
+        Seconds, monotonic; for tests.
+
+    Notes
+    -----
+    All methods may be called from any thread. Those that may block for I/O say so; no other does. What takes one line
+    here is described in full at the method of the same name to which it leads.
+
+    A finaliser that the garbage collector runs in the middle of one of them may read: it is given a copy of what is not
+    in memory. What it stores, deletes or releases is stored, deleted or released a moment later. It can neither pin
+    nor ask for room nor close (RuntimeError).
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | None,
+        store: Store,
+        serializer: Serializer,
+        sizeof: Callable[[object], int],
+        disk_limit: int | None = None,
+        allocate: Callable[[int], memoryview] | None = None,
+        observer: Observer | None = None,
+        shared: Callable[[object], SharedMemory | None] | None = None,
+        custody: Custody | None = None,
+        keep_clean: bool = True,
+        spill_threads: int = 1,
+        restore_threads: int = 2,
+        name: str = "0",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        metadata = self._metadata = Metadata(
+            limit=limit, disk_limit=disk_limit, keep_clean=keep_clean, store=store, custody=custody, clock=clock
+        )
+        self._ledger = metadata.state.ledger
+        self._store = store
+        sizes = SizeModel()
+        sharing = Sharing(metadata, shared)
+        self._spiller = Spiller(metadata, store, serializer, sizes if custody is None else None, observer=observer)
+        self._engine = engine = Engine(
+            self._spiller.step, spill_threads=spill_threads, restore_threads=restore_threads, name=name
+        )
+        metadata.engine = engine
+        self._decoder = Decoder(metadata, serializer, observer)
+        self._restorer = Restorer(
+            metadata,
+            engine,
+            store,
+            serializer,
+            self._decoder,
+            allocate=allocate,
+            observer=observer,
+            sharing=sharing,
+        )
+        self._intake = Intake(metadata, sharing, sizes, sizeof)
+        self._admitter = Admitter(metadata, engine)
+        self._gatherer = Gatherer(metadata, engine, serializer, self._restorer, self._admitter)
+        self._evictor = Evictor(metadata, engine, self._spiller)
+        self._prefetcher = Prefetcher(metadata, self._restorer)
+
+    # -- values come and go --------------------------------------------------------------------------
+
+    def store(
+        self,
+        key: Hashable,
+        value: object,
+        nbytes: int | None = None,
+        *,
+        spillable: bool = True,
+        touched: bool = True,
+    ) -> None:
+        """Put `value` in memory under `key`, replacing what the key held.
+
+        See :meth:`gpuspill.manager.insert.Intake.store`.
+        """
+        self._intake.store(key, value, nbytes, spillable, touched)
+
+    def renew(self, keys: Iterable[Hashable]) -> None:
+        """Values that the caller has in hand may have been changed in place: records of them no longer count.
+
+        Nor does one that is being written. As storing them again; unknown keys do not matter.
+        """
+        keys = tuple(keys)
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.renew, keys))
+                return
+            for key in keys:
+                entry = self._ledger.keys.get(key)
+                if entry is not None and entry.resident:
+                    state.renew(entry.pid)
+        self._restorer.revive(keys)
+
+    def store_encoded(self, key: Hashable, encoded: Encoded) -> None:
+        """Put a value that came as bytes in memory under `key`; it is decoded when somebody needs it, if ever.
+
+        Evicting it before that writes the bytes as they are.
+        """
+        self._intake.store(key, encoded, encoded.nbytes)
+
+    def adopt(self, key: Hashable, nbytes: int, receipt: Receipt) -> None:
+        """Put a value that is on disk already under `key`, replacing what the key held."""
+        self._intake.adopt(key, nbytes, receipt)
+
+    def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
+        """Write a value to disk under `key` without its ever being in memory. Blocks; StorageError if it cannot."""
+        self._spiller.store_on_disk(key, header, frames, nbytes)
+
+    def discard(self, key: Hashable) -> None:
+        """Forget `key`. Its record is deleted later, on another thread.
+
+        Raises
+        ------
+        KeyError
+            The key is unknown.
+        """
+        with self._metadata as state:
+            if self._metadata.nested and key in self._ledger.keys:
+                self._metadata.defer(partial(self.discard, key))
+            else:
+                state.remove(key)
+
+    # -- what is there -------------------------------------------------------------------------------
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._ledger.keys
+
+    def __len__(self) -> int:
+        return len(self._ledger.keys)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.keys())
+
+    def keys(self) -> list[Hashable]:
+        """All keys, as of now."""
+        with self._metadata:
+            return list(self._ledger.keys)
+
+    def keys_in(self, tier: Tier) -> list[Hashable]:
+        """Return the keys whose value is in memory (`Tier.HOST`) or not (`Tier.DISK`). O(n)."""
+        wanted = tier is Tier.HOST
+        with self._metadata:
+            return [key for key, entry in self._ledger.keys.items() if entry.resident is wanted]
+
+    def is_resident(self, key: Hashable) -> bool:
+        """Whether the value of `key` is in memory and can be handed out at once. KeyError if unknown."""
+        return self._restorer.ready(self._ledger.keys[key])
+
+    def tier_of(self, key: Hashable) -> Tier:
+        """Return the fastest tier in which the value of `key` is, decoded or not. KeyError if unknown."""
+        return Tier.HOST if self._ledger.keys[key].resident else Tier.DISK
+
+    def nbytes(self, key: Hashable) -> int:
+        """Bytes the value of `key` takes in memory, wherever it is. KeyError if unknown.
+
+        Memory that it shares is not counted, but its view of it is.
+        """
+        entry = self._ledger.keys[key]
+        return entry.apart_nbytes if entry.parts else entry.nbytes
+
+    def arriving_nbytes(self, key: Hashable) -> int:
+        """Bytes that the value of `key` will take on a device once it is decoded; 0 if it is, or has nothing there."""
+        entry = self._ledger.keys[key]
+        assert type(entry) is Slot
+        return entry.device_nbytes
+
+    # -- one value -----------------------------------------------------------------------------------
+
+    def peek(self, key: Hashable, default: Any = None) -> Any:
+        """Return the value of `key` if it is in memory, else `default`. Never does I/O; counts as a use."""
+        with self._metadata:
+            entry = self._ledger.keys.get(key)
+            if entry is None or not self._restorer.ready(entry):
+                return default
+            return self._restorer.hit(entry)
+
+    def look(self, key: Hashable) -> Any:
+        """Return the value of `key` as it is in memory, else None. No use: what the manager knows stays as it is."""
+        with self._metadata:
+            entry = self._ledger.keys.get(key)
+            return None if entry is None else self._metadata.slots[entry.pid].value
+
+    def get(self, key: Hashable) -> Any:
+        """Return the value of `key`.
+
+        If it is on disk it is read in the calling thread, which blocks, without waiting for admission.
+
+        Raises
+        ------
+        KeyError
+            The key is unknown.
+        DataLostError
+            The only copy was on disk and cannot be read back intact.
+        ManagerClosed
+            The store was closed while the value was on disk.
+        """
+        value = self.get_ready(key, _ABSENT)
+        # Looked up anew: if the key was overwritten meanwhile, the new value is the right one.
+        return self._restorer.bring(key) if value is _ABSENT else value
+
+    def get_ready(self, key: Hashable, default: Any = None) -> Any:
+        """Return the value of `key` as :meth:`get` does, but `default` if it would have to be read or decoded."""
+        with self._metadata:
+            entry = self._ledger.keys[key]
+            if not self._restorer.ready(entry):
+                return default
+            value = self._restorer.hit(entry)
+        self._restorer.observe_hit(entry.nbytes)
+        return value
+
+    def proxy(self, key: Hashable) -> Proxy:
+        """Return a handle for the value that `key` holds now. KeyError if unknown."""
+        return Proxy(self, key, self._ledger.keys[key].pid)
+
+    def resolve(self, proxy: Proxy) -> Any:
+        """Return the value a proxy stands for; as :meth:`get`."""
+        return self._restorer.bring(proxy.key, proxy.pid)
+
+    def nbytes_of(self, proxy: Proxy) -> int:
+        """Bytes the value of a proxy takes in memory. KeyError if it is gone."""
+        return self._metadata.entry(proxy.key, proxy.pid).nbytes
+
+    # -- several values ------------------------------------------------------------------------------
+
+    def get_many(
+        self, keys: Iterable[Hashable], missing: Literal["raise", "omit"] = "raise"
+    ) -> Future[dict[Hashable, Any]]:
+        """Return a future of the values of several keys, read on the restore threads; waits for admission."""
+        return self._gatherer.get_many(keys, missing)
+
+    def materialize(self, admission: Admission) -> dict[Hashable, Any]:
+        """Return the values of the inputs of a granted admission, reading what is on disk. Blocks."""
+        return self._gatherer.materialize(admission)
+
+    def materialize_later(self, admission: Admission) -> Future[dict[Hashable, Any]]:
+        """Return a future of what :meth:`materialize` returns, read on the restore threads."""
+        return self._gatherer.materialize_later(admission)
+
+    def export(self, admission: Admission, *, borrow: bool = False) -> Future[dict[Hashable, Encoded | Any]]:
+        """Return a future of what to send for the inputs of an admission: values in memory, records as they are."""
+        return self._gatherer.export(admission, borrow=borrow)
+
+    def fetch(self, key: Hashable, *, in_place: bool = False) -> Encoded | Any:
+        """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks."""
+        return self._gatherer.fetch(key, in_place=in_place)
+
+    def decode(self, encoded: Encoded) -> Future[Any]:
+        """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""
+        return self._gatherer.decode(encoded)
+
+    # -- admission and pins --------------------------------------------------------------------------
+
+    def admit(
+        self,
+        label: Hashable | None,
+        inputs: Iterable[Hashable],
+        output_nbytes: int = 0,
+        *,
+        arriving: Mapping[Hashable, int] | None = None,
+        kind: Kind = Kind.TASK,
+    ) -> Admission:
+        """Pin the inputs and ask for room for those that are not in memory, for what arrives, and for an output.
+
+        Storing `label` settles what is promised for it; see :meth:`gpuspill.manager.admitting.Admitter.admit`. KeyError
+        if an input is unknown.
+        """
+        return self._admitter.admit(label, inputs, output_nbytes, arriving=arriving, kind=kind)
+
+    def pin(self, keys: Iterable[Hashable]) -> Admission:
+        """Pin values where they are, without asking for room. Unknown keys are left out."""
+        return self._admitter.pin(keys)
+
+    def reserve(
+        self, nbytes: int, kind: Kind = Kind.TRANSFER, *, outputs: Mapping[Hashable, int] | None = None
+    ) -> Admission:
+        """Ask for room for bytes that come from elsewhere; storing one of the keys in `outputs` settles its part."""
+        return self._admitter.reserve(nbytes, kind, outputs=outputs)
+
+    def reserve_now(
+        self, nbytes: int, kind: Kind, *, outputs: Mapping[Hashable, int] | None = None
+    ) -> Admission | None:
+        """As :meth:`reserve`, but None if it would have to wait, or be granted beyond the limit."""
+        return self._admitter.reserve_now(nbytes, kind, outputs=outputs)
+
+    def wait_for_room(self) -> None:
+        """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write."""
+        self._admitter.wait_for_room()
+
+    def missing_nbytes(self, admission: Admission) -> int:
+        """Bytes of the inputs of an admission that are on disk now."""
+        return self._admitter.missing_nbytes(admission)
+
+    def settle(self, label: Hashable) -> None:
+        """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""
+        self._admitter.settle(label)
+
+    def give_back_output(self, admission: Admission) -> None:
+        """Give back what was promised to an admission for an output."""
+        self._admitter.give_back_output(admission)
+
+    def disperse_by(self, disperse: Disperse) -> None:
+        """Have what values that came as bytes have on a device taken over when they are decoded; until closed."""
+        self._decoder.disperse = disperse
+
+    # -- next uses -----------------------------------------------------------------------------------
+
+    def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
+        """`user` is going to read `keys`; a smaller `order` is sooner."""
+        self._prefetcher.expect_uses(keys, order, user)
+
+    def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
+        """`user` has read `keys` or never will."""
+        self._prefetcher.drop_uses(keys, user)
+
+    def next_use(self, key: Hashable) -> Order | None:
+        """When `key` is needed next, as far as that is known."""
+        return self._prefetcher.next_use(key)
+
+    def worth_making_room(self, key: Hashable, nbytes: int) -> bool:
+        """Whether `nbytes` are free, or what would leave for them is needed later than `key`, if at all."""
+        return self._prefetcher.worth_making_room(key, nbytes)
+
+    def prefetch(self, keys: Iterable[Hashable]) -> int:
+        """Begin to restore values, in the order of use, as far as there is room without a write; return how many."""
+        return self._prefetcher.prefetch(keys)
+
+    # -- limits --------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of values to keep in memory; None for no limit."""
+        return self._metadata.state.memory.limit
+
+    @property
+    def offset(self) -> int:
+        """What :meth:`set_offset` set, in bytes."""
+        return self._metadata.state.memory.offset
+
+    def set_limit(self, limit: int | None, disk_limit: int | None, *, disk_limit_from: str | None = None) -> None:
+        """Change the limits, in bytes; None for no limit. `disk_limit_from` names the setting, for messages."""
+        self._evictor.set_limit(limit, disk_limit, disk_limit_from=disk_limit_from)
+
+    def set_patience(self, count: int) -> None:
+        """Set how many values are spared of those that were used up last, as word to delete them may be on its way."""
+        self._evictor.set_patience(count)
+
+    def set_offset(self, nbytes: int) -> None:
+        """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
+        self._evictor.set_offset(nbytes)
+
+    def evict_all(self) -> None:
+        """Spill whatever can be spilled now, and wait until it is done. Blocks; for tests and benchmarks."""
+        self._evictor.evict_all()
+
+    def make_room(self, nbytes: int) -> int:
+        """Evict values until `nbytes` more bytes are free, whatever the limit; return how many are. Blocks: writes."""
+        return self._evictor.make_room(nbytes)
+
+    # -- numbers -------------------------------------------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """Whether everything is in memory and nobody needs room: nothing has to be prepared for anybody."""
+        state = self._metadata.state
+        return not state.spilled and state.memory.excess() <= 0
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every value is in memory and can be handed out at once."""
+        metadata = self._metadata
+        return not (metadata.state.charges.away or metadata.slots.undecoded)
+
+    @property
+    def loop_thread(self) -> int | None:
+        """Identifier of the event loop's thread; restores on it are counted."""
+        return self._restorer.loop_thread
+
+    @loop_thread.setter
+    def loop_thread(self, ident: int | None) -> None:
+        self._restorer.loop_thread = ident
+
+    def memory_total(self) -> int:
+        """Bytes of values in memory, without the offset and without what is spilled."""
+        return self._metadata.state.memory.used
+
+    def accounted_total(self) -> int:
+        """Bytes of values in memory, and of those that were promised room there."""
+        memory = self._metadata.state.memory
+        return memory.used + memory.reserved
+
+    @property
+    def spilled_total(self) -> tuple[int, int]:
+        """In-memory size of the values that are on disk only, and bytes of all records."""
+        state = self._metadata.state
+        return state.spilled_nbytes, state.disk.used
+
+    @property
+    def spilled_count(self) -> int:
+        """Number of values that are on disk only."""
+        return self._metadata.state.spilled
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of every number. O(1) but for the waiting line."""
+        return take_snapshot(self._metadata, self._restorer)
+
+    def validate(self) -> None:
+        """Raise AssertionError if the manager's tables and the core's contradict each other. O(n)."""
+        self._metadata.validate()
+
+    def close(self) -> None:
+        """Stop the threads and remove everything from disk. Values in memory stay readable.
+
+        Whoever waits for room is let go. Idempotent; blocks until running moves have ended.
+        """
+        with self._metadata as state:
+            if self._metadata.closed:
+                return
+            self._metadata.forbid_nested("close")
+            self._metadata.closed = True
+            state.memory.limit = None
+            state.retry()
+        self._engine.close()
+        # What breaks cycles: values go with the manager, not with the next collection.
+        self._metadata.engine = None
+        self._decoder.disperse = None
+        self._store.close()

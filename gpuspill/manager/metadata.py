@@ -1,0 +1,245 @@
+"""The metadata lock, the core behind it, and what has to follow an event.
+
+>>> with metadata as state:
+...     state.remove(key)
+
+holds the lock for the block. On leaving, what the core decided is collected under the lock and done after it: values
+let go, records deleted, those who wait told, spill threads woken. The lock is held for microseconds: never during I/O,
+(de)serialisation, a callback, or the destruction of a value.
+
+It is re-entrant only because the garbage collector may run somebody's finaliser in the middle of a block, and that may
+use the store. In such a nested block nothing may change: reading gives what is there, and leaves the recency as it is;
+what would change something is put off until the outer block has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gpuspill.core.budget import Reservation
+from gpuspill.core.ledger import Entry
+from gpuspill.core.residency import Tier
+from gpuspill.core.state import SpillState
+from gpuspill.manager.serialization import Encoded
+from gpuspill.manager.slots import Custody, Slot, Slots
+from gpuspill.storage.base import Receipt, Store
+
+if TYPE_CHECKING:
+    from gpuspill.manager.admission import Admission
+    from gpuspill.manager.threads import Engine
+
+__all__ = ["Metadata"]
+
+logger = logging.getLogger("gpuspill")
+
+#: Values below this size are let go where they are; above, on another thread (unmapping 32 MiB takes milliseconds).
+_REAP_NBYTES = 64 * 1024
+
+
+class Metadata:
+    """State of one manager and the lock that guards it; a context manager.
+
+    Parameters
+    ----------
+    limit, disk_limit, keep_clean
+        See :class:`~gpuspill.core.state.SpillState`.
+    store
+        Where records are deleted.
+    custody
+        See :class:`~gpuspill.manager.slots.Slots`. With one, values are let go at once, in the thread that
+        evicts them: what they stand for is the room that others wait for.
+    clock
+        Seconds, monotonic.
+
+    Attributes
+    ----------
+    state
+        The core.
+    slots
+        The values.
+    admissions
+        Those who wait, by reservation.
+    promises
+        Those who were promised room for an output, by the key under which it will be stored.
+    totals
+        Sums for the statistics: seconds and bytes by name.
+    disk_limit_from
+        Where the disk limit comes from, for messages.
+    closed
+        Nothing is spilled or restored any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | None,
+        disk_limit: int | None,
+        keep_clean: bool,
+        store: Store,
+        custody: Custody | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._store = store
+        self.clock = clock
+        self.slots = Slots(custody)
+        self.promptly = custody is not None
+        self.state = SpillState(
+            limit=limit, disk_limit=disk_limit, held=self.slots.held, keep_clean=keep_clean, make_entry=Slot
+        )
+        self.admissions: dict[Reservation, Admission] = {}
+        self.promises: dict[Hashable, Admission] = {}
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        self.disk_limit_from = "disk_limit"
+        self.closed = False
+        self.engine: Engine | None = None
+        self._depth = 0
+        self._deferred: list[Callable[[], object]] = []
+
+    @property
+    def nested(self) -> bool:
+        """Whether this block, which must have been entered, is in the middle of another one of the same thread.
+
+        Then nothing may change: the core is in the middle of an event.
+        """
+        return self._depth > 1
+
+    def forbid_nested(self, what: str) -> None:
+        """In a nested block raise RuntimeError: this can neither be done now nor be put off."""
+        if self.nested:
+            raise RuntimeError(f"a finaliser that runs in the middle of a change of the store cannot {what}")
+
+    def defer(self, action: Callable[[], object]) -> None:
+        """In a nested block: do `action` after the outermost one. What it raises is logged."""
+        self._deferred.append(action)
+
+    def entry(self, key: Hashable, pid: int) -> Entry:
+        """Under the lock: return the entry of a proxy; KeyError, naming the key, if it is gone."""
+        entry = self.state.ledger.entries.get(pid)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def validate(self) -> None:
+        """Raise AssertionError if the core's tables and the values' contradict each other. O(n)."""
+        slots = self.slots
+        with self as state:
+            state.validate()
+            entries = state.ledger.entries
+            assert slots.keys() == entries.keys()
+            for pid, slot in slots.items():
+                assert entries[pid] is slot, slot.key
+                if slot.resident:
+                    listed = slots.by_id.get(id(slot.value))
+                    assert listed is None or slots[listed].value is slot.value, slot.key
+                else:
+                    assert slot.value is None, slot.key
+                assert (slot.receipt is not None) == slot.has(Tier.DISK), slot.key
+                decoding = slot.restoring is not None and isinstance(slot.value, Encoded)
+                assert decoding or (slot.restoring is not None) == (slot.target == Tier.HOST), slot.key
+                assert slot.lost == (slot.loss is not None), slot.key
+            assert slots.undecoded == sum(type(slot.value) is Encoded for slot in slots.values())
+            assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
+
+    @property
+    def held_here(self) -> bool:
+        """Whether the calling thread, which is in no block, is in the middle of one all the same.
+
+        So it is in a finaliser that runs in the middle of one, or just when one begins or ends.
+        """
+        try:
+            threading.Condition(self._lock).notify(0)  # wakes nobody, but has to be asked by whoever has the lock
+        except RuntimeError:
+            return False
+        return True
+
+    def __enter__(self) -> SpillState:
+        self._lock.acquire()
+        self._depth += 1
+        return self.state
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth > 1:
+            # What the event in the middle of which we are has decided so far is for the outer block to carry out.
+            self._depth -= 1
+            self._lock.release()
+            return
+        engine = None
+        try:
+            state = self.state
+            if not self.closed and state.pressure:
+                engine = self.engine
+            if not (state.effects or self._deferred):
+                return
+            effects = state.take_effects()
+            values: list[object] = []
+            nbytes = 0
+            receipts: list[Receipt] = []
+            granted: list[Admission] = []
+            for pid in effects.dropped:
+                entry = state.ledger.entries.get(pid)
+                values.append(self.slots.detach(pid, entry))
+                nbytes += self.slots[pid].sizeof if entry is None else entry.nbytes
+            for pid in effects.deleted:
+                slot = self.slots[pid]
+                if slot.receipt is not None:
+                    receipts.append(slot.receipt)
+                    slot.receipt = None
+            for pid in effects.forgotten:
+                self.slots.forget(pid)
+            for reservation in effects.granted:
+                admission = self.admissions.pop(reservation, None)
+                if admission is not None:
+                    if admission.awaited:
+                        self.totals["wait"] += self.clock() - admission.asked_at
+                    granted.append(admission)
+            deferred, self._deferred = self._deferred, []
+        finally:
+            self._depth -= 1
+            self._lock.release()
+            if engine is not None:
+                engine.wake()
+        if self.promptly:
+            values.clear()
+            self._delete(receipts)
+            receipts, nbytes = [], 0
+        for admission in granted:
+            admission.fulfil()
+        loosened = effects.loosened
+        if receipts or nbytes > _REAP_NBYTES:
+            self._let_go(values, receipts, loosened)
+        elif loosened:
+            self._release(values, loosened)
+        for action in deferred:
+            try:
+                action()
+            except Exception:
+                logger.exception("what a finaliser asked for failed")
+
+    def _let_go(self, values: list[object], receipts: list[Receipt], loosened: list[int]) -> None:
+        engine = self.engine
+        if engine is None or self.closed or engine.spilling_here:
+            # A spill thread waits for the room on disk that the deleted records leave, so it deletes them itself.
+            self._release(values, loosened)
+            self._delete(receipts)
+            return
+        if values or loosened:
+            engine.reap(partial(self._release, values, loosened))
+        if receipts:
+            engine.delete(partial(self._delete, receipts))
+
+    def _release(self, values: list[object], loosened: list[int]) -> None:
+        values.clear()
+        if loosened:
+            with self as state:
+                state.loosen(loosened)
+
+    def _delete(self, receipts: Iterable[Receipt]) -> None:
+        for receipt in receipts:
+            self._store.delete(receipt)

@@ -1,0 +1,96 @@
+"""What is known of the next uses of values, and bringing them back ahead of these."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future
+from functools import partial
+
+from gpuspill.core.policy import Order
+from gpuspill.core.residency import State
+from gpuspill.manager.metadata import Metadata
+from gpuspill.manager.restore import Restorer
+
+__all__ = ["Prefetcher"]
+
+
+class Prefetcher:
+    """Is told on behalf of a manager who needs what and when, and acts on it.
+
+    Parameters
+    ----------
+    metadata, restorer
+        The manager's.
+
+    Notes
+    -----
+    Thread-safe; nothing blocks.
+    """
+
+    def __init__(self, metadata: Metadata, restorer: Restorer) -> None:
+        self._metadata = metadata
+        self._restorer = restorer
+
+    def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
+        """`user` is going to read `keys`; a smaller `order` is sooner."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.expect_uses, keys, order, user))
+                return
+            for key in keys:
+                state.expect_use(key, user, order)
+
+    def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
+        """`user` has read `keys` or never will."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.drop_uses, keys, user))
+                return
+            for key in keys:
+                state.drop_use(key, user)
+
+    def next_use(self, key: Hashable) -> Order | None:
+        """When `key` is needed next, as far as that is known."""
+        with self._metadata as state:
+            return state.uses.next(key)
+
+    def worth_making_room(self, key: Hashable, nbytes: int) -> bool:
+        """Whether `nbytes` are free, or what would leave for them is needed later than `key`, if at all."""
+        with self._metadata as state:
+            if state.memory.fits(nbytes):
+                return True
+            victim = state.queue.peek()
+            if victim is None:
+                return False
+            mine, other = state.uses.next(key), state.queue.next_use(victim)
+            return mine is not None and (other is None or other > mine)
+
+    def prefetch(self, keys: Iterable[Hashable]) -> int:
+        """Begin to restore values ahead of their use, as far as there is room without a write.
+
+        Parameters
+        ----------
+        keys
+            In the order of use. Unknown ones and those in memory are skipped.
+
+        Returns
+        -------
+        int
+            How many restores were begun.
+        """
+        begun: list[tuple[Hashable, int]] = []
+        with self._metadata as state:
+            if self._metadata.closed or self._metadata.nested:
+                return 0
+            for key in keys:
+                entry = state.ledger.keys.get(key)
+                if entry is None or entry.state is not State.SPILLED:
+                    continue
+                order = state.uses.next(key)
+                if not state.begin_prefetch(entry.pid, () if order is None else order):
+                    break
+                self._metadata.slots[entry.pid].restoring = Future()
+                begun.append((key, entry.pid))
+        for key, pid in begun:
+            self._restorer.submit(key, pid)
+        return len(begun)

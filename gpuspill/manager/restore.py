@@ -1,0 +1,391 @@
+"""Bringing values back: once, however many threads want them.
+
+The first thread that wants a spilled value reads it, in its own time; the others wait for its future and get the same
+object.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+from gpuspill.core.ledger import Entry
+from gpuspill.core.residency import State
+from gpuspill.errors import DataLostError, ManagerClosed, StorageError
+from gpuspill.manager.admission import Admission
+from gpuspill.manager.decode import Decoder
+from gpuspill.manager.metadata import Metadata
+from gpuspill.manager.observer import Observer
+from gpuspill.manager.serialization import Encoded, Serializer
+from gpuspill.manager.sharing import Sharing
+from gpuspill.manager.threads import Engine
+from gpuspill.storage.base import Borrow, Receipt, Store
+from gpuspill.storage.inplace import InPlace
+
+__all__ = ["Restorer", "lost_error"]
+
+logger = logging.getLogger("gpuspill")
+
+_VALUE, _IS_LOST = "the value of ", " is lost: "
+
+
+class Restorer:
+    """Reads records on behalf of a manager.
+
+    Parameters
+    ----------
+    metadata, engine, store, serializer, decoder, sharing
+        The manager's.
+    allocate
+        Gives the buffer that a record is read into.
+    observer
+        Told about I/O and hits.
+
+    Attributes
+    ----------
+    hits, misses
+        Reads of values that were in memory, and of those that were not.
+    loop_thread
+        Identifier of the event loop's thread.
+    loop_io
+        Restores that the event loop's thread did or waited for.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        engine: Engine,
+        store: Store,
+        serializer: Serializer,
+        decoder: Decoder,
+        *,
+        allocate: Callable[[int], memoryview] | None,
+        observer: Observer | None,
+        sharing: Sharing,
+    ) -> None:
+        self._sharing = sharing
+        self._metadata = metadata
+        self._engine = engine
+        self._store = store
+        self._serializer = serializer
+        self._decoder = decoder
+        self._allocate = allocate
+        self._observer = observer
+        self.hits = 0
+        self.misses = 0
+        self.loop_io = 0
+        self.loop_thread: int | None = None
+
+    # -- under the lock ------------------------------------------------------------------------------
+
+    @property
+    def _may_not_wait(self) -> bool:
+        """Whether a finaliser asks, in the middle of a change or of an operation of the store."""
+        return self._metadata.nested or self._store.inside
+
+    def ready(self, entry: Entry) -> bool:
+        """Whether the value of an entry can be handed out at once."""
+        return entry.resident and self._metadata.slots.ready(entry.pid)
+
+    def hit(self, entry: Entry) -> Any:
+        """Return the value of an entry that is ready, as a use."""
+        self.hits += 1
+        if not self._metadata.nested:
+            self._metadata.state.touch(entry.pid)
+        return self._metadata.slots[entry.pid].value
+
+    def _begin(self, key: Hashable, pid: int, admission: Admission | None) -> tuple[Future[Any], bool]:
+        """Join a restore in flight or begin one; the flag tells whether the caller has to run it.
+
+        Decoding a value that came as bytes is a restore from memory: the proxy is pinned instead of moving.
+        """
+        slot = self._metadata.slots[pid]
+        if slot.loss is not None:
+            raise lost_error(key, slot.loss)
+        if slot.restoring is not None:
+            return slot.restoring, False
+        state = self._metadata.state
+        slot.reader = None
+        if isinstance(slot.value, Encoded):
+            state.pin(pid)
+            slot.restoring = Future()
+            return slot.restoring, True
+        if self._metadata.closed:
+            raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+        self.misses += 1
+        state.begin_restore(pid, None if admission is None else admission.reservation)
+        slot.restoring = Future()
+        return slot.restoring, True
+
+    # -- without the lock ----------------------------------------------------------------------------
+
+    def observe_hit(self, nbytes: int) -> None:
+        """Tell the observer of a hit of so many bytes; without the lock."""
+        if self._observer is not None:
+            self._observer("memory-read", 1, "count")
+            self._observer("memory-read", nbytes, "bytes")
+
+    def bring(self, key: Hashable, pid: int | None = None, admission: Admission | None = None) -> Any:
+        """Return the value of a proxy, restoring it in this thread if nobody else does. Blocks.
+
+        Parameters
+        ----------
+        key
+            The key that was asked for.
+        pid
+            The proxy; None for the one that the key holds now.
+        admission
+            The bytes come out of its promise.
+
+        Raises
+        ------
+        KeyError
+            The key or the proxy is gone.
+        DataLostError, ManagerClosed
+            Its value cannot be brought back.
+        """
+        with self._metadata as state:
+            entry = state.find(key) if pid is None else self._metadata.entry(key, pid)
+            pid = entry.pid
+            if self.ready(entry):
+                return self.hit(entry)
+            if self._may_not_wait or self._metadata.slots[pid].reader == threading.get_ident():
+                return self._copy(key, pid)
+            future, ours = self._begin(key, pid, admission)
+            if ours:
+                self._metadata.slots[pid].reader = threading.get_ident()
+        if threading.get_ident() == self.loop_thread and not future.done():
+            self.loop_io += 1
+        if ours:
+            self._restore(pid)
+        elif not future.done() and self._metadata.held_here:
+            return self._copy(key, pid)
+        return self.outcome(key, future)
+
+    def start(self, key: Hashable, pid: int, admission: Admission | None = None) -> Future[Any]:
+        """Return a future of the value, restored on a restore thread if nobody does it already.
+
+        Never blocks and never raises: what :meth:`bring` raises is in the future.
+        """
+        done: Future[Any] = Future()
+        with self._metadata:
+            try:
+                entry = self._metadata.entry(key, pid)
+                if self.ready(entry):
+                    done.set_result(self.hit(entry))
+                    return done
+                if self._may_not_wait:
+                    done.set_result(self._copy(key, pid))
+                    return done
+                future, ours = self._begin(key, pid, admission)
+            except Exception as error:
+                done.set_exception(error)
+                return done
+        if ours:
+            self.submit(key, pid)
+        return future
+
+    def _copy(self, key: Hashable, pid: int) -> Any:
+        """Return a copy of a value that is not ready, and change nothing.
+
+        For a finaliser that runs in the middle of a change or of an operation of the store, or that asks for the very
+        value that its thread is about to bring back (so may a deserialiser). It cannot wait for whoever restores the
+        value: that waits for this thread.
+        """
+        slot = self._metadata.slots[pid]
+        if slot.loss is not None:
+            raise lost_error(key, slot.loss)
+        if isinstance(slot.value, Encoded):
+            # As they are: the value may not share its memory with the one that others will be given.
+            frames = [memoryview(bytearray(frame)) for frame in slot.value.frames]
+            return self._serializer.loads(slot.value.header, frames)
+        if slot.receipt is None or self._metadata.closed:
+            raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+        return self._serializer.loads(*self._store.read(slot.receipt))
+
+    def submit(self, key: Hashable, pid: int) -> None:
+        """Run a restore that was begun under the lock on a restore thread."""
+        # In a copy of the caller's context, by which the observer tells on whose behalf it is read.
+        if self._engine.submit(partial(copy_context().run, self._restore, pid)):
+            return
+        if isinstance(self._metadata.slots[pid].value, Encoded):
+            self._restore(pid)  # what is in memory stays readable, and no thread is left to decode it
+        else:
+            self._fail(pid, ManagerClosed(f"the store was closed before {key!r} was read"))
+
+    @staticmethod
+    def outcome(key: Hashable, future: Future[Any]) -> Any:
+        """Wait for a restore; what is lost is lost under the name of the key that was asked for."""
+        try:
+            return future.result()
+        except DataLostError as error:
+            # Many may wait for one future; each gets an error of its own.
+            raise lost_error(key, error.message) from error
+
+    def _restore(self, pid: int) -> None:
+        """Bring a value back. Whoever calls this began the restore under the lock. Never raises an Exception."""
+        slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy that moves or is pinned
+        slot.reader = threading.get_ident()
+        if isinstance(slot.value, Encoded):
+            self._decode(pid, slot.value)
+            return
+        receipt = slot.receipt
+        assert receipt is not None
+        ghost = slot.ghost
+        value = None if ghost is None else ghost()
+        alive, left = value is not None, None
+        if not alive:
+            try:
+                if self._metadata.closed:
+                    raise ManagerClosed(f"the store was closed before {slot.key!r} was read")
+                value, left = self._decoder.decode(slot, *self._read_record(receipt))
+            except BaseException as error:
+                self._fail(pid, error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+        shared = self._sharing.look(value)
+        with self._metadata as state:
+            future, slot.reader = slot.restoring, None
+            assert future is not None
+            self._metadata.slots.attach(pid, value)
+            state.complete_restore(pid)
+            if left is not None and pid in state.ledger.entries:
+                state.hollow(pid, left)
+            if alive and pid in state.ledger.entries:
+                state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
+            self._sharing.divide(pid, shared)
+        future.set_result(value)
+
+    def revive(self, keys: Iterable[Hashable]) -> None:
+        """Take back what left memory while somebody had it, and still has. Nothing is read, and records are given up.
+
+        Other keys do not matter.
+        """
+        for key in keys:
+            with self._metadata:
+                entry = self._metadata.state.ledger.keys.get(key)
+                gone = entry is None or entry.state is not State.SPILLED or self._metadata.closed
+                if entry is None or gone or self._metadata.slots[entry.pid].ghost is None:
+                    continue
+                self._begin(key, entry.pid, None)
+            self._restore(entry.pid)
+
+    def _decode(self, pid: int, encoded: Encoded) -> None:
+        """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""
+        slot = self._metadata.slots[pid]
+        value, left, error = None, None, None
+        try:
+            value, left = self._decoder.decode(slot, encoded.header, [memoryview(frame) for frame in encoded.frames])
+        except BaseException as caught:
+            error = caught
+        shared = None if error is not None else self._sharing.look(value)
+        with self._metadata as state:
+            future, slot.restoring, slot.reader = slot.restoring, None, None
+            assert future is not None
+            if error is None:
+                self._metadata.slots.attach(pid, value)
+                self._sharing.divide(pid, shared)
+                if left is not None:
+                    state.hollow(pid, left)
+            state.unpin(pid)
+        if error is not None:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise error
+            return
+        future.set_result(value)
+
+    def fetch(self, key: Hashable, pid: int, *, borrow: bool = False, in_place: bool = False) -> Encoded | Any:
+        """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
+
+        Parameters
+        ----------
+        key, pid
+            Of the proxy.
+        borrow
+            See :meth:`gpuspill.manager.batch.Gatherer.export`.
+        in_place
+            See :meth:`gpuspill.manager.batch.Gatherer.fetch`.
+
+        Raises
+        ------
+        KeyError, DataLostError, ManagerClosed
+            As :meth:`bring`.
+        """
+        while True:
+            with self._metadata:
+                entry = self._metadata.entry(key, pid)
+                slot = self._metadata.slots[pid]
+                if slot.loss is not None:
+                    raise lost_error(key, slot.loss)
+                if entry.resident:
+                    return slot.value
+                receipt = slot.receipt
+            assert receipt is not None
+            try:
+                header, frames = self._read_record(receipt, borrow=borrow, in_place=in_place)
+                return Encoded(header, frames, entry.nbytes, slot.device_nbytes)
+            except DataLostError as error:
+                with self._metadata:
+                    if entry.resident or slot.receipt is not receipt:
+                        continue  # it was brought back meanwhile, and its record given up
+                    if entry.moving or self._metadata.closed:
+                        # Whoever restores it finds out, and says so to all.
+                        raise lost_error(key, error.message) from error
+                    future, _ = self._begin(key, pid, None)
+                self._restore(pid)
+                return self.outcome(key, future)
+
+    def _read_record(
+        self, receipt: Receipt, *, borrow: bool = False, in_place: bool = False
+    ) -> tuple[bytes, list[memoryview]]:
+        clock = self._metadata.clock
+        allocate = self._allocate
+        if borrow or in_place:
+            allocate = Borrow(allocate) if borrow else InPlace(allocate)
+        start = clock()
+        try:
+            header, frames = self._store.read(receipt, allocate)
+        except StorageError:
+            # Nothing says that the record is bad, and a task would fail: once more, for what passes (an interrupted
+            # call, a full file table).
+            header, frames = self._store.read(receipt, allocate)
+        seconds = clock() - start
+        with self._metadata:
+            totals = self._metadata.totals
+            totals["reading"] += seconds
+            totals["read"] += receipt.nbytes
+        if self._observer is not None:
+            self._observer("disk-read", seconds, "seconds")
+            self._observer("disk-read", 1, "count")
+            self._observer("disk-read", receipt.nbytes, "bytes")
+        return header, frames
+
+    def _fail(self, pid: int, error: BaseException) -> None:
+        with self._metadata as state:
+            slot = self._metadata.slots[pid]
+            if self._metadata.closed and not isinstance(error, ManagerClosed):
+                error = ManagerClosed(f"the store was closed while {slot.key!r} was read: {error}")
+            lost = isinstance(error, DataLostError)
+            future, slot.restoring, slot.reader = slot.restoring, None, None
+            assert future is not None
+            if lost:
+                slot.loss = str(error)
+            state.fail_restore(pid, lost=lost)
+        if lost:
+            logger.error("%s", lost_error(slot.key, str(error)))
+        future.set_exception(error)
+
+
+def lost_error(key: Hashable, reason: str) -> DataLostError:
+    """Return the error for whoever asked for `key`, which may be one of several that held the value."""
+    before, found, rest = reason.partition(_IS_LOST)
+    if found and before.startswith(_VALUE):  # said already, to somebody who asked on behalf of this one
+        reason = rest
+    return DataLostError(f"{_VALUE}{key!r}{_IS_LOST}{reason}", key)

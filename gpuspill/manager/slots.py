@@ -1,0 +1,227 @@
+"""The table of values: what the manager keeps of each proxy besides the core's entry."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from sys import getrefcount
+from typing import Any, Protocol
+
+from gpuspill.core.ledger import Entry
+from gpuspill.manager.serialization import Encoded
+from gpuspill.storage.base import Receipt
+
+__all__ = ["Custody", "Slot", "Slots"]
+
+#: After so many refusals a value that somebody else holds is evicted all the same, if a weak reference can keep its
+#: identity.
+_PATIENCE = 3
+
+
+class Custody(Protocol):
+    """Knows values that stand for memory elsewhere, such as a device's.
+
+    Its methods are called with the metadata lock held: they must be fast, take no lock that is ever held around a call
+    of a manager, and not raise.
+    """
+
+    def held(self, value: Any) -> bool:
+        """Whether somebody uses the memory, so that evicting the value would free nothing."""
+        ...
+
+    def leave(self, value: Any) -> Callable[[], Any] | None:
+        """`value` leaves memory, or is forgotten.
+
+        Returns
+        -------
+        callable or None
+            ``ghost()`` returns a value in its place if the memory is still there when it is wanted again, else None. It
+            is called without a lock, from any thread.
+        """
+        ...
+
+
+class Slot(Entry):
+    """One value, wherever it is: what the core keeps of it, and what the manager does.
+
+    Attributes
+    ----------
+    key
+        One key it was stored under, for messages.
+    value
+        The value while it is in memory, else None. An :class:`~gpuspill.manager.serialization.Encoded` that
+        nobody has needed yet is in memory too, but has to be decoded before it can be handed out.
+    kind
+        Its type.
+    sizeof
+        Its size as the caller gave it, in bytes, uncorrected.
+    device_nbytes
+        Bytes that a value which came as bytes will take on a device, while it is not decoded.
+    receipt
+        Its record, if there is one.
+    restoring
+        The future of a restore or of a decoding in flight: single flight.
+    reader
+        Identifier of the thread that does it, once one does.
+    ghost, ghost_id
+        Gives a value that was evicted while somebody held it, as long as it is alive, and its identity.
+    found_held
+        How often it was found held when it should have been evicted.
+    loss
+        Why it is lost, if it is.
+    """
+
+    __slots__ = (
+        "device_nbytes",
+        "found_held",
+        "ghost",
+        "ghost_id",
+        "key",
+        "kind",
+        "loss",
+        "reader",
+        "receipt",
+        "restoring",
+        "sizeof",
+        "value",
+    )
+
+    def __init__(self, pid: int, nbytes: int) -> None:
+        super().__init__(pid, nbytes)
+        self.key: Hashable = None
+        self.value: Any = None
+        self.kind: type = object
+        self.sizeof = 0
+        self.device_nbytes = 0
+        self.receipt: Receipt | None = None
+        self.restoring: Future[Any] | None = None
+        self.reader: int | None = None
+        self.ghost: Callable[[], Any] | None = None
+        self.ghost_id = 0
+        self.found_held = 0
+        self.loss: str | None = None
+
+
+class Slots(dict[int, Slot]):
+    """Slots by proxy, and proxies by the identity of values in memory. Guarded by the metadata lock.
+
+    Parameters
+    ----------
+    custody
+        Says which values are held, if references to them do not.
+
+    Attributes
+    ----------
+    undecoded
+        Number of values in memory that came as bytes and are not decoded.
+    by_id
+        Proxies by the identity of their values.
+    """
+
+    def __init__(self, custody: Custody | None = None) -> None:
+        super().__init__()
+        self._custody = custody
+        self.undecoded = 0
+        self.by_id: dict[int, int] = {}
+        self._ghosts: dict[int, int] = {}
+        # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
+        slot = Slot(0, 0)
+        slot.value = object()
+        self._unheld = getrefcount(slot.value)
+
+    def enter(self, entry: Entry, key: Hashable, value: object, nbytes: int) -> None:
+        """Put a new value of `nbytes` bytes, as the caller gave it, in its slot, which the core has made."""
+        assert type(entry) is Slot
+        pid = entry.pid
+        self[pid] = entry
+        entry.key, entry.value, entry.kind, entry.sizeof = key, value, type(value), nbytes
+        if type(value) is Encoded:
+            entry.device_nbytes = value.device_nbytes
+            self.undecoded += 1
+        self.by_id[id(value)] = pid
+
+    def enter_below(self, entry: Entry, key: Hashable, nbytes: int, receipt: Receipt) -> None:
+        """The same for a value of `nbytes` bytes that is on disk already."""
+        assert type(entry) is Slot
+        self[entry.pid] = entry
+        entry.key, entry.sizeof, entry.receipt = key, nbytes, receipt
+
+    def ready(self, pid: int) -> bool:
+        """Whether the value, given that it is in memory, can be handed out at once."""
+        slot = self.get(pid)
+        return slot is not None and type(slot.value) is not Encoded
+
+    def find(self, value: object) -> int | None:
+        """Return the proxy of an object that is in memory, or was evicted while somebody held it."""
+        pid = self.by_id.get(id(value))
+        if pid is None:
+            pid = self._ghosts.get(id(value))
+            if pid is not None:
+                ghost = self[pid].ghost
+                if ghost is None or ghost() is not value:  # that one has died, its address was used again
+                    return None
+        return pid
+
+    def forget(self, pid: int) -> None:
+        """Remove the slot of a proxy that exists no longer; its value was detached before."""
+        self._drop_ghost(pid)
+        del self[pid]
+
+    def _drop_ghost(self, pid: int) -> None:
+        slot = self[pid]
+        if slot.ghost is not None:
+            if self._ghosts.get(slot.ghost_id) == pid:
+                del self._ghosts[slot.ghost_id]
+            slot.ghost = None
+
+    def attach(self, pid: int, value: object) -> None:
+        """Put a value that was restored or decoded in its slot."""
+        slot = self[pid]
+        self._unlist(pid, slot.value)
+        self._drop_ghost(pid)
+        self.undecoded += (type(value) is Encoded) - (type(slot.value) is Encoded)
+        slot.kind = type(value)
+        slot.device_nbytes = 0
+        slot.value, slot.restoring, slot.found_held = value, None, 0
+        self.by_id[id(value)] = pid
+
+    def detach(self, pid: int, entry: Entry | None) -> object:
+        """Take the value out of its slot. `entry` is None if the proxy is forgotten."""
+        slot = self[pid]
+        if self._custody is not None:
+            slot.ghost = self._custody.leave(slot.value)
+        # Not of bytes: a reader would be given them in the place of the value.
+        kept = self._custody is None and slot.found_held and entry is not None and type(slot.value) is not Encoded
+        if kept and _weakly_referable(slot.value):
+            slot.ghost, slot.ghost_id = weakref.ref(slot.value), id(slot.value)
+            self._ghosts[slot.ghost_id] = pid
+        self._unlist(pid, slot.value)
+        value, slot.value = slot.value, None
+        self.undecoded -= type(value) is Encoded
+        return value
+
+    def _unlist(self, pid: int, value: object) -> None:
+        # Reading a record can yield an object that another proxy holds already: None, True, a small number, an interned
+        # string. The last one to come is listed; the other just cannot be found by identity.
+        if self.by_id.get(id(value)) == pid:
+            del self.by_id[id(value)]
+
+    def held(self, pid: int) -> bool:
+        """Whether somebody besides the slot refers to a value, so that evicting it would free nothing.
+
+        Works for every type, also those that cannot be weakly referenced, and for views: they refer to what they view.
+        A value that refers to itself looks held for ever; after a few refusals it is evicted all the same if a weak
+        reference can preserve its identity for those who do hold it.
+        """
+        slot = self.get(pid)
+        if slot is not None and self._custody is not None:
+            return self._custody.held(slot.value)
+        if slot is None or getrefcount(slot.value) <= self._unheld:
+            return False
+        slot.found_held += 1
+        return slot.found_held <= _PATIENCE or not _weakly_referable(slot.value)
+
+
+def _weakly_referable(value: object) -> bool:
+    return type(value).__weakrefoffset__ != 0

@@ -1,0 +1,74 @@
+"""Putting values together again, on memory where it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpuspill.device.arrays import ArrayRegistry
+from gpuspill.tier.composites import Composite, DeviceObject, Families
+from gpuspill.tier.registry import Book
+from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton
+from gpuspill.walk import replace
+
+__all__ = ["Builder"]
+
+
+class Builder:
+    """Builds what skeletons stand for.
+
+    Parameters
+    ----------
+    registry
+        Builds arrays.
+    families
+        Put composites together; None if there are none.
+    book
+        Knows the arrays and the composites that somebody still has.
+
+    Notes
+    -----
+    Thread-safe, copies nothing.
+    """
+
+    def __init__(self, registry: ArrayRegistry, families: Families | None, book: Book) -> None:
+        self._registry = registry
+        self._families = families
+        self._book = book
+
+    def build(self, value: Any, memories: Mapping[Any, DeviceMemory | DeviceObject]) -> Any:
+        """Return the value that a skeleton stands for; anything else itself.
+
+        Parameters
+        ----------
+        value
+            Anything.
+        memories
+            Where its units are on the device: unit → memory.
+        """
+        if type(value) is not Skeleton:
+            return value
+
+        def build(item: Any) -> Any:
+            if type(item) is Leaf:
+                memory = memories[item.unit]
+                if isinstance(memory, DeviceObject):
+                    return memory.value
+                assert item.recipe is not None
+                return self._book.array(memory, item.recipe)
+            return self._put_together(item, memories) if type(item) is Composite else item
+
+        return replace(value.tree, build)
+
+    def _put_together(self, composite: Composite, memories: Mapping[Any, Any]) -> Any:
+        value = composite.value
+        if value is None:
+            assert self._families is not None
+            frames = [
+                self._registry.rebuild(frame.recipe, memories[frame.unit].allocation)
+                if type(frame) is Leaf and frame.recipe is not None
+                else frame
+                for frame in composite.frames
+            ]
+            value = self._book.remember(composite, composite.put_together(self._families, frames))
+        return value

@@ -1,0 +1,157 @@
+"""Taking values apart: what they have on a device is replaced by what stands for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace as replace_fields
+from typing import Any
+
+from gpuspill.device.arrays import ArrayDescription, Recipe
+from gpuspill.device.external import external_types
+from gpuspill.tier.composites import Composite
+from gpuspill.tier.entry import Entry
+from gpuspill.tier.finding import Finder, Kind
+from gpuspill.tier.registry import Book
+from gpuspill.tier.units import Leaf, Unit
+from gpuspill.walk import replace
+
+__all__ = ["Disassembler"]
+
+logger = logging.getLogger("gpuspill")
+
+
+class Disassembler:
+    """Takes values apart.
+
+    Parameters
+    ----------
+    finder
+        Finds what an object has on the device.
+    book
+        Knows the units and the composites there are.
+    entry
+        Gives memory its unit.
+    settle
+        Lets go of what nobody refers to any more.
+
+    Notes
+    -----
+    Thread-safe, copies nothing.
+    """
+
+    def __init__(self, finder: Finder, book: Book, entry: Entry, settle: Callable[[], None]) -> None:
+        self._finder = finder
+        self._book = book
+        self._entry = entry
+        self._settle = settle
+
+    def disassemble(self, value: Any) -> Any:
+        """Return a :class:`~gpuspill.tier.units.Skeleton` of a value that has something on the device, or the value.
+
+        What fails while it is taken apart stays whole.
+        """
+        units: dict[Unit, None] = {}
+        leaves: dict[int, Leaf | Composite] = {}  # by the identity of what the value keeps alive
+        find, externals = self._finder.find, external_types()
+
+        def stand_in(item: Any) -> Any:
+            if externals and isinstance(item, externals):
+                return item
+            leaf = leaves.get(id(item))
+            if leaf is None:
+                found = find(item)
+                if found is None:
+                    return item
+                leaf = self._composite(item, units) if found is Kind.COMPOSITE else self._array(item, found, units)
+                if leaf is None:
+                    return item
+                leaves[id(item)] = leaf
+            return leaf
+
+        try:
+            tree = replace(value, stand_in)
+        except BaseException as error:
+            self._book.dead.append((False, tuple(units)))
+            self._settle()
+            if not isinstance(error, Exception):
+                raise
+            # Looking into somebody's types runs their code. Storing must not fail for it: then the value stays whole.
+            logger.debug("cannot take a value of type %s apart", type(value).__qualname__, exc_info=True)
+            return value
+        return self._book.skeleton(tree, tuple(units)) if units else value
+
+    def _array(self, item: Any, found: ArrayDescription, units: dict[Unit, None]) -> Leaf | None:
+        """Return what stands for an array or an opaque object, whose unit `units` then has; None if it has to stay."""
+        unit = self._entry.join_object(item, found) if found.recipe is None else self._entry.join(item, found)
+        if unit is None:
+            return None
+        self._count(unit, units)
+        return Leaf(unit, found.recipe)
+
+    def _composite(self, item: Any, units: dict[Unit, None]) -> Composite | None:
+        known = self._book.join_composite(item)
+        if known is not None:
+            for unit in known.units:
+                self._count(unit, units)
+            return known
+        taken = self._finder.take_apart(item)
+        if taken is None:
+            return None
+        header, frames = taken
+        leaves: list[Any] = []
+        for frame, found in frames:
+            if found is None:
+                leaves.append(frame)
+                continue
+            joined = self._entry.join(None, found)
+            assert joined is not None, f"{found.identity} was borrowed and now cannot be"
+            self._count(joined, units)
+            leaves.append(Leaf(joined, _frame_recipe(found)))
+        composite = Composite(header, leaves)
+        self._book.remember(composite, item)
+        return composite
+
+    def _count(self, unit: Unit, units: dict[Unit, None]) -> None:
+        if unit in units:
+            self._book.dead.append((False, (unit,)))  # one reference for each skeleton
+        units[unit] = None
+
+    def new_nbytes(self, value: Any) -> int:
+        """Bytes of the memory that a value has on the device and that is not known yet, each allocation once."""
+        found: dict[Any, int] = {}
+        finder, book, externals = self._finder, self._book, external_types()
+
+        def note(described: ArrayDescription) -> None:
+            if not book.knows(described.identity):
+                found[described.identity] = described.identity.nbytes
+
+        def look(item: Any) -> Any:
+            if externals and isinstance(item, externals):
+                return item
+            described = finder.find(item)
+            if described is Kind.COMPOSITE:
+                if not book.knows_composite(item):
+                    taken = finder.take_apart(item)
+                    for _, frame in () if taken is None else taken[1]:
+                        if frame is not None:
+                            note(frame)
+            elif described is not None and described.recipe is not None:
+                note(described)
+            elif described is not None and not book.knows_object(item):
+                found[described.identity] = described.identity.nbytes
+            return item
+
+        try:
+            replace(value, look)
+        except Exception:
+            return 0  # nothing of it will be known
+        return sum(found.values())
+
+
+def _frame_recipe(found: ArrayDescription) -> Recipe:
+    """Return how to build a frame: as what it was, or as anything that has the array interface."""
+    if found.recipe is not None:
+        return found.recipe
+    low, _ = found.layout.span
+    return Recipe("interface", replace_fields(found.layout, offset=-low))

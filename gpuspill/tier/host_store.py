@@ -1,0 +1,149 @@
+"""Records of the device's manager, which are values of the host's.
+
+So what leaves the device counts against the host's limit, and leaves the host for the disk as the bytes it is, when
+the host's manager says so. Where the host has no room it goes to disk at once, in pieces, and becomes a value of the
+host's that was written already.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+from gpuspill.core.budget import Kind
+from gpuspill.errors import RecordLost, StorageError
+from gpuspill.manager import ProxifyManager
+from gpuspill.manager.serialization import Encoded
+from gpuspill.storage.base import Allocate, Frame, Receipt, Store, StoreStatistics, frame_nbytes, in_memory
+from gpuspill.tier.units import Internal
+
+__all__ = ["HostRecords"]
+
+logger = logging.getLogger("gpuspill")
+
+
+class _Record(Internal):
+    """Key of a record in the host's manager."""
+
+    __slots__ = ()
+    called = "bytes that left the device: record"
+
+
+class HostRecords(Store):
+    """A store in another manager. Closing it does not close that.
+
+    Parameters
+    ----------
+    host
+        The manager.
+    in_place
+        Whether who reads can fetch from a file by itself what came there past host memory.
+
+    Attributes
+    ----------
+    direct
+        How many records were written to disk without being in host memory.
+    """
+
+    def __init__(self, host: ProxifyManager, *, in_place: bool = False) -> None:
+        self._host = host
+        self._in_place = in_place
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._keys: dict[int, tuple[_Record, Receipt]] = {}
+        self._counts = dict.fromkeys(("writes", "reads", "deletes", "bytes_written", "bytes_read"), 0)
+        self._closed = False
+        self.direct = 0
+
+    def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
+        """Put a record into the host's memory if there is room, else on disk. Blocks for copies and for the disk.
+
+        If the disk does not take it, it waits until there is room in memory, or until nothing can make any. Frames are
+        kept, streams are read.
+        """
+        nbytes = len(header) + sum(map(frame_nbytes, frames))
+        key = _Record(next(self._numbers))
+        receipt = Receipt(key.number, nbytes, nbytes - len(header), nbytes - len(header), 0)
+        # As a task: a task is what waits for the room on the device.
+        admission = self._host.reserve_now(nbytes, Kind.TASK, outputs={key: nbytes})
+        direct = admission is None and self._write_on(key, header, frames, nbytes)
+        if not direct:
+            with admission or self._host.reserve(nbytes, Kind.TASK, outputs={key: nbytes}) as admission:
+                admission.wait()
+                self._check_open()
+                whole = [in_memory(frame) for frame in frames]
+                self._host.store_encoded(key, Encoded(header, whole, nbytes))
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._keys[key.number] = key, receipt
+                self._counts["writes"] += 1
+                self._counts["bytes_written"] += nbytes
+                self.direct += direct
+        if closed:
+            with suppress(KeyError):
+                self._host.discard(key)
+        self._check_open()
+        return receipt
+
+    def _write_on(self, key: _Record, header: bytes, frames: Sequence[Frame], nbytes: int) -> bool:
+        """Write a record to disk. Returns False if that cannot be done now."""
+        self._check_open()
+        try:
+            self._host.store_on_disk(key, header, frames, nbytes)
+        except (OSError, MemoryError) as error:
+            logger.debug("%r cannot go to disk at once, so it waits for room in host memory: %s", key, error)
+            return False
+        return True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(errno.EBADF, "the store was closed; what was to leave stays on the device")
+
+    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+        """Return a record, from the host's memory or from disk. It stays where it is; nothing has to leave for it."""
+        with self._lock:
+            key, _ = self._keys.get(receipt.number, (None, None))
+        if key is None:
+            raise RecordLost(f"record {receipt.number} is gone")
+        try:
+            encoded = self._host.fetch(key, in_place=self._in_place)
+        except KeyError:
+            raise RecordLost(f"record {receipt.number} is gone") from None
+        with self._lock:
+            self._counts["reads"] += 1
+            self._counts["bytes_read"] += receipt.nbytes
+        return encoded.header, [memoryview(frame) for frame in encoded.frames]
+
+    def delete(self, receipt: Receipt) -> None:
+        """See :meth:`Store.delete`."""
+        with self._lock:
+            key, _ = self._keys.pop(receipt.number, (None, None))
+            if key is None:
+                return
+            self._counts["deletes"] += 1
+        with suppress(KeyError):
+            self._host.discard(key)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+        with self._lock:
+            self._closed = True
+            receipts = [receipt for _, receipt in self._keys.values()]
+        for receipt in receipts:
+            self.delete(receipt)
+
+    def statistics(self) -> StoreStatistics:
+        """See :meth:`Store.statistics`."""
+        with self._lock:
+            receipts = [receipt for _, receipt in self._keys.values()]
+            return StoreStatistics(
+                records=len(receipts),
+                nbytes=sum(receipt.nbytes for receipt in receipts),
+                payload_nbytes=sum(receipt.payload_nbytes for receipt in receipts),
+                **self._counts,
+            )

@@ -1,0 +1,126 @@
+"""Reading values back: what they have is brought to the device, and they are built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from gpuspill.errors import DataLostError
+from gpuspill.manager import ProxifyManager
+from gpuspill.manager.admission import Admission
+from gpuspill.tier.assemble import Builder
+from gpuspill.tier.units import Skeleton
+
+__all__ = ["Reader", "lost"]
+
+
+class Reader:
+    """Reads what skeletons stand for.
+
+    Parameters
+    ----------
+    manager
+        Manager of the device's memory.
+    builder
+        Builds values.
+    settle
+        Lets go of what nobody refers to any more.
+    verify
+        Called before something is copied to the device.
+
+    Notes
+    -----
+    Thread-safe. What it raises and when it blocks is said in :class:`~gpuspill.tier.tier.DeviceTier`.
+    """
+
+    def __init__(
+        self, manager: ProxifyManager, builder: Builder, settle: Callable[[], None], verify: Callable[[], None]
+    ) -> None:
+        self._manager = manager
+        self._builder = builder
+        self._settle = settle
+        self._verify = verify
+
+    def is_ready(self, skeleton: Skeleton) -> bool:
+        """Whether all that it stands for is on the device."""
+        try:
+            return all(map(self._manager.is_resident, skeleton.units))
+        except KeyError:
+            return False
+
+    def read(self, value: Any) -> Any:
+        """Return the value that a skeleton stands for; anything else itself. Blocks while something is copied."""
+        if type(value) is not Skeleton:
+            return value
+        self._settle()
+        with self._manager.pin(value.units) as pins:
+            if not self.is_ready(value):
+                self._verify()
+            return self._builder.build(value, self._manager.materialize(pins))
+
+    def read_all(self, values: Mapping[Hashable, Any], admission: Admission | None) -> dict[Hashable, Any]:
+        """Return several values, by key. Blocks while something is copied."""
+        if admission is not None and (admission.pids or admission.outputs):
+            self._verify()
+            try:
+                # All at once, and out of what was promised.
+                self._manager.materialize(admission)
+            except DataLostError as error:
+                raise _named(error, values) from error
+        found = {}
+        for key, value in values.items():
+            try:
+                found[key] = self.read(value)
+            except DataLostError as error:
+                raise lost(error, key) from error
+        return found
+
+    def read_later(self, values: Mapping[Hashable, Any], admission: Admission | None) -> Future[dict[Hashable, Any]]:
+        """Return a future of several values, by key, copied on the manager's threads; never blocks."""
+        result: Future[dict[Hashable, Any]] = Future()
+        units = dict.fromkeys(unit for value in values.values() if type(value) is Skeleton for unit in value.units)
+        if not units:
+            result.set_result(dict(values))
+            return result
+        self._verify()
+        # What arrived after it was admitted is not in the admission.
+        pins = None if admission is not None and units.keys() <= admission.pids.keys() else self._manager.pin(units)
+        held = dict(values)  # the skeletons, and so the units
+
+        def build(source: Future[dict[Hashable, Any]]) -> None:
+            with suppress(InvalidStateError):  # cancelled
+                try:
+                    memories = source.result()
+                    result.set_result({key: self._builder.build(value, memories) for key, value in held.items()})
+                except DataLostError as error:
+                    result.set_exception(_named(error, held))
+                except BaseException as error:
+                    result.set_exception(error)
+            if pins is not None:
+                pins.release()
+
+        def read_rest(_: object = None) -> None:
+            assert pins is not None
+            self._manager.materialize_later(pins).add_done_callback(build)
+
+        if admission is None:
+            read_rest()
+        else:
+            # First all that was promised, and out of it. What fails there fails again below.
+            self._manager.materialize_later(admission).add_done_callback(build if pins is None else read_rest)
+        return result
+
+
+def lost(error: DataLostError, key: Hashable) -> DataLostError:
+    """Return the error under the key of a value, part of which is lost."""
+    return DataLostError(f"what {key!r} has on the device is lost: {error.message}", key)
+
+
+def _named(error: DataLostError, values: Mapping[Hashable, Any]) -> DataLostError:
+    """Return the error under the key of the value that is lost."""
+    for key, value in values.items():
+        if type(value) is Skeleton and error.key in value.units:
+            return lost(error, key)
+    return error

@@ -1,0 +1,326 @@
+"""Which memory belongs to which unit, and what lingers.
+
+An allocation is known by (device, address, size) for as long as something keeps it alive; addresses are used again, so
+what is known of one that died is worth nothing, and each entry has a weak reference by which that shows.
+
+Memory *lingers* when its unit has left the device, or is gone altogether, while somebody still has a view on it: its
+bytes are where they were. They count against the limit, and if the unit is wanted again it is put on them without
+copying.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from sys import getrefcount
+from typing import Any
+
+from gpuspill.device.arrays import ArrayRegistry, Recipe
+from gpuspill.device.port import Allocation, AllocationId, Device
+from gpuspill.tier.composites import Composite, DeviceObject
+from gpuspill.tier.units import Dead, DeviceMemory, Skeleton, Unit, Watch
+
+__all__ = ["Book"]
+
+#: So many arrays may be noted for a unit before those that died are looked for.
+_MANY_ARRAYS = 32
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    unit: Unit
+    watch: Watch
+    memory: weakref.ref[DeviceMemory]
+
+
+class Book:
+    """Knows the units of one device. The custody of its manager (:class:`gpuspill.manager.slots.Custody`).
+
+    Parameters
+    ----------
+    device
+        The device.
+    registry
+        Builds arrays.
+
+    Attributes
+    ----------
+    dead
+        What skeletons let go of.
+    skeletons
+        How many there are.
+    estimated_nbytes
+        Bytes of the units whose size is estimated, wherever they are.
+
+    Notes
+    -----
+    Thread-safe. Its lock is held for microseconds, and never around a call of a manager, the device or a library. It is
+    re-entrant because the garbage collector may run somebody's finaliser, which may come here, in the middle of it.
+    Weak references that die, and skeletons, take no lock: they put themselves in a queue that :meth:`settle` empties.
+    """
+
+    def __init__(self, device: Device, registry: ArrayRegistry) -> None:
+        self._device = device
+        self._registry = registry
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self._known: dict[AllocationId, _Entry] = {}
+        self._left: dict[AllocationId, _Entry] = {}
+        self._departed: deque[_Entry] = deque()
+        self._gone: deque[Any] = deque()
+        self._objects: weakref.WeakValueDictionary[int, DeviceObject] = weakref.WeakValueDictionary()
+        self._composites: weakref.WeakValueDictionary[int, Composite] = weakref.WeakValueDictionary()
+        self.dead: Dead = deque()
+        self.skeletons = 0
+        self.estimated_nbytes = 0
+        # What is reported for an object to which only its DeviceObject refers; it differs between releases of Python.
+        alone = DeviceObject(Unit(0, 0), object(), AllocationId("", 0, 0))
+        self._unheld = getrefcount(alone.value)
+
+    # -- units -------------------------------------------------------------------------------------
+
+    def create(self, nbytes: int, *, estimated: bool = False) -> Unit:
+        """Return a new unit without references."""
+        unit = Unit(next(self._numbers), nbytes, estimated=estimated)
+        with self._lock:
+            self._units[unit.number] = unit
+            self.estimated_nbytes += nbytes if estimated else 0
+        return unit
+
+    def give_up(self, unit: Unit) -> None:
+        """Forget a unit that never came into force."""
+        with self._lock:
+            self.estimated_nbytes -= unit.nbytes if unit.estimated else 0
+
+    def unit(self, number: int) -> Unit:
+        """Return a unit by its number. KeyError if it is gone."""
+        with self._lock:
+            return self._units[number]
+
+    def skeleton(self, tree: Any, units: tuple[Unit, ...]) -> Skeleton:
+        """Return a skeleton, to which the references to `units` go that the caller has."""
+        with self._lock:
+            self.skeletons += 1
+        return Skeleton(tree, units, self.dead)
+
+    def knows(self, identity: AllocationId) -> bool:
+        """Whether :meth:`join` would find a unit."""
+        with self._lock:
+            entry = self._known.get(identity)
+            return entry is not None and entry.watch() is not None and entry.unit.references > 0
+
+    def join(self, identity: AllocationId) -> Unit | None:
+        """Return the unit of an allocation that is alive, with one reference more; None if there is none."""
+        with self._lock:
+            if not self.knows(identity):
+                return None
+            entry = self._known[identity]
+            entry.unit.references += 1
+            return entry.unit
+
+    def enter(self, memory: DeviceMemory, *, unless_known: bool = False) -> Unit:
+        """Note where a unit is.
+
+        Parameters
+        ----------
+        memory
+            Of the unit.
+        unless_known
+            Whether it is new. Somebody may have entered the same allocation meanwhile: then that unit stays. The
+            unit in force gets a reference.
+
+        Returns
+        -------
+        Unit
+            The unit of the allocation.
+        """
+        watch = memory.watch or self.watch(memory)
+        with self._lock:
+            if unless_known:
+                known = self.join(memory.identity)
+                if known is not None:
+                    return known
+                memory.unit.references += 1
+            self._known[memory.identity] = _Entry(memory.unit, watch, weakref.ref(memory))
+            left = self._left.get(memory.identity)
+            if left is not None and left.watch is not watch:  # else it has left again already
+                del self._left[memory.identity]
+        return memory.unit
+
+    def watch(self, memory: DeviceMemory) -> Watch:
+        """Notice from now on when the memory is gone, or leaves while somebody has it. Before anybody can evict it."""
+        try:
+            watch = Watch(memory.keeper, self._gone.append, memory.identity)
+        except TypeError:
+            # It cannot be watched. What is known is given up when the unit leaves; that it lingers goes unnoticed.
+            watch = Watch(memory, self._gone.append, memory.identity)
+        memory.watch = watch
+        return watch
+
+    # -- composites and opaque objects -------------------------------------------------------------
+
+    def knows_composite(self, value: Any) -> bool:
+        """Whether :meth:`join_composite` would find it."""
+        with self._lock:
+            known = self._composites.get(id(value))
+            return known is not None and known.value is value and all(unit.references > 0 for unit in known.units)
+
+    def join_composite(self, value: Any) -> Composite | None:
+        """Return what stands for a composite that is known, with one reference more to each of its units."""
+        with self._lock:
+            if not self.knows_composite(value):
+                return None
+            known = self._composites[id(value)]
+            for unit in known.units:
+                unit.references += 1
+            return known
+
+    def remember(self, composite: Composite, value: Any) -> Any:
+        """Note the object that a composite is now; returns the one to use: another thread may have made one."""
+        with self._lock:
+            existing = composite.value
+            if existing is None:
+                composite.remember(value)
+                self._composites[id(value)] = composite
+                existing = value
+        return existing
+
+    def knows_object(self, value: Any) -> bool:
+        """Whether :meth:`join_object` would find a unit."""
+        with self._lock:
+            memory = self._objects.get(id(value))
+            return memory is not None and memory.value is value and memory.unit.references > 0
+
+    def join_object(self, value: Any) -> Unit | None:
+        """Return the unit of an opaque object, with one reference more; None if there is none."""
+        with self._lock:
+            if not self.knows_object(value):
+                return None
+            unit = self._objects[id(value)].unit
+            unit.references += 1
+            return unit
+
+    def enter_object(self, memory: DeviceObject, *, unless_known: bool = False) -> Unit:
+        """Note which object a unit is; as :meth:`enter`."""
+        with self._lock:
+            if unless_known:
+                known = self.join_object(memory.value)
+                if known is not None:
+                    return known
+                memory.unit.references += 1
+            self._objects[id(memory.value)] = memory
+        return memory.unit
+
+    # -- arrays ------------------------------------------------------------------------------------
+
+    def note(self, unit: Unit, recipe: Recipe, array: Any) -> Any:
+        """Remember an array on a unit; returns the one to use, since another thread may have made one meanwhile."""
+        with self._lock:
+            ref = unit.arrays.get(recipe)
+            existing = None if ref is None else ref()
+            if existing is not None:
+                return existing
+            if len(unit.arrays) >= _MANY_ARRAYS:
+                unit.arrays = {known: ref for known, ref in unit.arrays.items() if ref() is not None}
+            with suppress(TypeError):
+                unit.arrays[recipe] = weakref.ref(array)
+        return array
+
+    def array(self, memory: DeviceMemory, recipe: Recipe) -> Any:
+        """Return an array on a unit that is on the device: the one there was, if somebody still has it."""
+        ref = memory.unit.arrays.get(recipe)
+        array = None if ref is None else ref()
+        if array is not None:
+            return array
+        array = self._registry.rebuild(recipe, memory.allocation)
+        # A buffer that is its own owner would seem in use for ever.
+        return array if array is memory.keeper else self.note(memory.unit, recipe, array)
+
+    # -- custody: called under the manager's lock --------------------------------------------------
+
+    def held(self, memory: DeviceMemory | DeviceObject) -> bool:
+        """Whether somebody has an array on it."""
+        if type(memory) is DeviceObject:
+            return getrefcount(memory.value) > self._unheld
+        return memory.unit.in_use
+
+    def leave(self, memory: DeviceMemory | DeviceObject) -> Callable[[], DeviceMemory | None] | None:
+        """Note that a unit leaves the device; return what brings it back if its memory lingers."""
+        if isinstance(memory, DeviceObject):
+            return None
+        watch, unit = memory.watch, memory.unit
+        if watch is None:
+            return None
+        self._departed.append(_Entry(unit, watch, weakref.ref(memory)))
+        return lambda: self._revive(unit, watch)
+
+    def _revive(self, unit: Unit, watch: Watch) -> DeviceMemory | None:
+        keeper = watch()
+        if keeper is None or isinstance(keeper, DeviceMemory):
+            return None
+        allocation = keeper if isinstance(keeper, Allocation) else self._device.borrow(watch.identity, keeper)
+        memory = DeviceMemory(unit, allocation, keeper)
+        self.enter(memory)
+        return memory
+
+    # -- what happened meanwhile -------------------------------------------------------------------
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there is something for :meth:`settle` to do."""
+        return bool(self.dead or self._departed or self._gone)
+
+    def settle(self) -> list[Unit]:
+        """Take into account what died or left; returns the units that nobody refers to any more."""
+        unused = []
+        with self._lock:
+            while self.dead:
+                whole, units = self.dead.popleft()
+                self.skeletons -= whole
+                for unit in units:
+                    unit.references -= 1
+                    if not unit.references:
+                        unused.append(unit)
+                        self.estimated_nbytes -= unit.nbytes if unit.estimated else 0
+            while self._departed:
+                entry = self._departed.popleft()
+                identity = entry.watch.identity
+                known = self._known.get(identity)
+                back = known is not None and known.watch is not entry.watch and known.memory() is not None
+                if entry.watch() is not None and not back:
+                    self._left[identity] = entry
+            while self._gone:
+                watch = self._gone.popleft()
+                for entries in (self._known, self._left):
+                    found = entries.get(watch.identity)
+                    if found is not None and found.watch is watch:
+                        del entries[watch.identity]
+        return unused
+
+    @property
+    def lingering_nbytes(self) -> int:
+        """Bytes of memory that lingers. Usually there is none."""
+        if not self._left:
+            return 0
+        with self._lock:
+            return sum(
+                watch.identity.nbytes for watch in (entry.watch for entry in self._left.values()) if watch() is not None
+            )
+
+    def identified(self, memory: DeviceMemory | DeviceObject) -> bool:
+        """Whether the allocation of a unit on the device is known as that unit's. For tests."""
+        with self._lock:
+            if isinstance(memory, DeviceObject):
+                return self._objects.get(id(memory.value)) is memory
+            entry = self._known.get(memory.identity)
+            return (
+                entry is not None
+                and entry.unit is memory.unit
+                and any(entry.watch() is kept for kept in (memory.keeper, memory))
+            )
