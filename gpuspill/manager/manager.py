@@ -87,6 +87,8 @@ class ProxifyManager:
         Part of the thread names.
     clock
         Seconds, monotonic; for tests.
+    engine
+        Makes the threads; for tests.
 
     Notes
     -----
@@ -115,6 +117,7 @@ class ProxifyManager:
         restore_threads: int = 2,
         name: str = "0",
         clock: Callable[[], float] = time.monotonic,
+        engine: Callable[..., Engine] = Engine,
     ) -> None:
         metadata = self._metadata = Metadata(
             limit=limit, disk_limit=disk_limit, keep_clean=keep_clean, store=store, custody=custody, clock=clock
@@ -124,14 +127,14 @@ class ProxifyManager:
         sizes = SizeModel()
         sharing = Sharing(metadata, shared)
         self._spiller = Spiller(metadata, store, serializer, sizes if custody is None else None, observer=observer)
-        self._engine = engine = Engine(
+        self._engine = threads = engine(
             self._spiller.step, spill_threads=spill_threads, restore_threads=restore_threads, name=name
         )
-        metadata.engine = engine
+        metadata.engine = threads
         self._decoder = Decoder(metadata, serializer, observer)
         self._restorer = Restorer(
             metadata,
-            engine,
+            threads,
             store,
             serializer,
             self._decoder,
@@ -140,9 +143,9 @@ class ProxifyManager:
             sharing=sharing,
         )
         self._intake = Intake(metadata, sharing, sizes, sizeof)
-        self._admitter = Admitter(metadata, engine)
-        self._gatherer = Gatherer(metadata, engine, serializer, self._restorer, self._admitter)
-        self._evictor = Evictor(metadata, engine, self._spiller)
+        self._admitter = Admitter(metadata, threads)
+        self._gatherer = Gatherer(metadata, threads, serializer, self._restorer, self._admitter)
+        self._evictor = Evictor(metadata, threads, self._spiller)
         self._prefetcher = Prefetcher(metadata, self._restorer)
 
     # -- values come and go --------------------------------------------------------------------------

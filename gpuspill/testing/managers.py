@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from typing import Any, cast
 
-import gpuspill.manager
 from gpuspill.core.residency import State
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.serialization import PickleSerializer, Serializer
@@ -53,14 +51,14 @@ class Bench:
         self.store: Any = HookedStore() if store is None else store
         self.clock = ManualClock()
         options = {"sizeof": _sizeof, **options}
-        with mock.patch.object(gpuspill.manager, "Engine", ManualEngine):
-            self.manager = ProxifyManager(
-                limit=limit,
-                store=self.store,
-                serializer=PickleSerializer() if serializer is None else serializer,
-                clock=self.clock,
-                **options,
-            )
+        self.manager = ProxifyManager(
+            limit=limit,
+            store=self.store,
+            serializer=PickleSerializer() if serializer is None else serializer,
+            clock=self.clock,
+            engine=cast(Any, ManualEngine),
+            **options,
+        )
         self.engine: ManualEngine = self.manager._engine  # type: ignore[assignment]
 
     def state(self, key: Hashable) -> State:
