@@ -12,11 +12,16 @@ error                      data still there  retry can help
 :class:`StorageFull`       yes              once space is freed
 :class:`QuotaExceeded`     yes              once space is freed
 :class:`Unspillable`       yes              no
+:class:`ReadInterrupted`   yes              whoever raised it knows
 :class:`DataLostError`     no               no; recompute
 =========================  ===============  ===============
 """
 
 from __future__ import annotations
+
+import threading
+from asyncio import CancelledError
+from concurrent import futures
 
 __all__ = [
     "ConfigError",
@@ -25,13 +30,16 @@ __all__ = [
     "InvalidTransition",
     "ManagerClosed",
     "QuotaExceeded",
+    "ReadInterrupted",
     "RecordCorrupt",
     "RecordLost",
     "SpillFailed",
     "StorageError",
     "StorageFull",
     "Unspillable",
+    "answerable",
     "cut_loose",
+    "is_for_caller",
 ]
 
 
@@ -69,6 +77,15 @@ class StorageFull(StorageError):
 
 class QuotaExceeded(StorageError):
     """The record would exceed the quota of its store; nothing was written."""
+
+
+class ReadInterrupted(GpuspillError, RuntimeError):
+    """Bringing a value back ended with something that is no error: the value is where it was.
+
+    A deserialiser raised ``SystemExit``, ``asyncio.CancelledError``, a panic of a library in Rust, or the like. Those
+    who wait for the value get this instead: the thing itself would end their thread, or pass for their own
+    cancellation. It is the cause of this error.
+    """
 
 
 class DataLostError(GpuspillError, RuntimeError):
@@ -114,3 +131,23 @@ def cut_loose(error: BaseException) -> None:
             seen.add(id(found))
             found.__traceback__ = None
             left += found.__cause__, found.__context__
+
+
+def is_for_caller(error: BaseException) -> bool:
+    """Whether an error is none of the work's: a signal interrupts the program, whose main thread this is."""
+    if isinstance(error, Exception | GeneratorExit | CancelledError):
+        return False
+    return threading.current_thread() is threading.main_thread()
+
+
+def answerable(error: BaseException) -> Exception:
+    """Return what to tell those who wait for a value: `error`, unless they would take it for their own."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | futures.CancelledError):
+        return error
+    try:
+        shown = str(error)
+    except Exception:
+        shown = "<cannot be shown>"
+    interrupted = ReadInterrupted(f"reading the value ended with {type(error).__qualname__}: {shown}")
+    interrupted.__cause__ = error
+    return interrupted

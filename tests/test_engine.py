@@ -1,5 +1,6 @@
 """The threads: they start when needed, do one thing at a time, miss no wake-up and are gone after closing."""
 
+import asyncio
 import gc
 import logging
 import queue
@@ -10,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from gpuspill.manager.threads import Engine
+from gpuspill.manager.threads import Engine, Urgency, _finish
 from gpuspill.testing.stores import Gate
 from tests.threads import in_thread
 
@@ -32,7 +33,7 @@ class Steps:
             self.threads.append(threading.current_thread().name)
             answer = self.answers.pop(0) if self.answers else FOREVER
         self.calls.release()
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         if callable(answer):
             return answer()
@@ -155,12 +156,104 @@ def test_a_spill_thread_that_wakes_the_engine_does_not_wake_itself(make):
     assert len(steps.threads) == 2
 
 
-def test_a_step_that_raises_is_called_again(make, caplog):
-    steps = Steps(RuntimeError("a bug"))
-    engine = make(steps)
-    engine.wake()
-    steps.wait(2)
-    assert "a bug" in caplog.text
+class Panic(BaseException):
+    """What libraries in other languages raise."""
+
+
+DEADLY = [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, Panic, RuntimeError]
+
+
+@pytest.mark.parametrize("error", DEADLY)
+@pytest.mark.parametrize("method", ["wake", "submit", "reap", "delete"])
+def test_nothing_that_is_raised_ends_a_thread(make, caplog, method, error):
+    deaths: list[object] = []
+    raised = error("deadly")
+
+    def die() -> None:
+        deaths.append(threading.current_thread())
+        raise raised
+
+    def work() -> float:
+        deaths.append(threading.current_thread())
+        done.set()
+        return FOREVER
+
+    done = threading.Event()
+    steps = Steps(die, die, work)
+    engine = make(steps, restore_threads=1)
+    if method == "wake":
+        engine.wake()
+    else:
+        for piece in die, die, work:
+            getattr(engine, method)(piece)
+    assert done.wait(TIMEOUT)
+    assert len(deaths) == 3
+    assert len(set(deaths)) == 1, "it was another thread"
+    assert [record.exc_info[1] for record in caplog.records] == [raised, raised]
+
+
+@pytest.mark.parametrize("method", ["wake", "submit", "reap", "delete"])
+def test_a_log_that_fails_ends_no_thread_either(make, monkeypatch, method):
+    done = threading.Event()
+    steps = Steps(Panic(), lambda: done.set() or FOREVER)
+    engine = make(steps, restore_threads=1)
+
+    def die() -> None:
+        raise Panic
+
+    def fail(message: str) -> None:
+        raise Panic
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpuspill.manager.threads.logger.exception", fail)
+        if method == "wake":
+            engine.wake()
+        else:
+            getattr(engine, method)(die)
+            getattr(engine, method)(done.set)
+        assert done.wait(TIMEOUT)
+        engine.close()
+
+
+@pytest.mark.parametrize(("method", "kind"), [("wake", "spill"), ("submit", "restore"), ("reap", "reaper")])
+def test_a_thread_that_ended_is_replaced(make, method, kind):
+    steps = Steps()
+    engine = make(steps, restore_threads=1)
+
+    def use() -> threading.Thread:
+        done = threading.Event()
+        if method == "wake":
+            engine.wake()
+            steps.wait(1)
+        else:
+            getattr(engine, method)(done.set)
+            assert done.wait(TIMEOUT)
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == f"gpuspill-{kind}-test-0"]
+        return thread
+
+    first = use()
+    threads = {"wake": engine._spillers, "submit": engine._restorers, "reap": engine._reaper}[method]
+    threads._closed = True
+    threads._stop()
+    first.join(TIMEOUT)
+    assert not first.is_alive()
+    threads._closed = False
+    second = use()
+    assert second is not first
+    assert len(ours()) == 1
+
+
+def test_the_most_urgent_work_is_done_first(make):
+    engine = make(Steps(), restore_threads=1)
+    gate = Gate()
+    done = []
+    engine.submit(gate.pass_through)
+    assert gate.arrived.acquire(timeout=TIMEOUT)
+    for n, urgency in enumerate([Urgency.AHEAD, Urgency.SEND, Urgency.TASK, Urgency.AHEAD, Urgency.TASK]):
+        engine.submit(partial(done.append, (urgency, n)), urgency)
+    gate.open()
+    engine.close()
+    assert done == [(0, 2), (0, 4), (1, 1), (2, 0), (2, 3)]
 
 
 class Trash:
@@ -335,8 +428,9 @@ class NoThread(threading.Thread):
 
 
 @pytest.mark.parametrize("method", ["wake", "reap", "delete"])
-def test_a_thread_that_cannot_be_started_is_tried_again(make, monkeypatch, caplog, method):
-    steps = Steps()
+def test_what_no_thread_can_be_started_for_is_done_by_the_caller(make, monkeypatch, caplog, method):
+    me = threading.current_thread().name
+    steps = Steps(None, RuntimeError("a bug"), None, FOREVER)
     engine = make(steps)
     done = []
 
@@ -346,27 +440,51 @@ def test_a_thread_that_cannot_be_started_is_tried_again(make, monkeypatch, caplo
     with monkeypatch.context() as patch:
         patch.setattr("gpuspill.manager.threads.threading.Thread", NoThread)
         use("first")
+        assert steps.threads == ([me] * 2 if method == "wake" else [])
         use("second")
+        assert steps.threads == ([me] * 4 if method == "wake" else [])
+    assert not engine.spilling_here
+    assert done == ([] if method == "wake" else ["first", "second"])
     assert ours() == []
-    assert [record.message for record in caplog.records] == [
-        "cannot start a thread, which is tried again when it is needed next: can't start new thread"
-    ]
+    starts = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert starts == ["cannot start a thread, which is tried again when it is needed next: can't start new thread"]
     use("third")
     if method == "wake":
-        steps.wait(1)
+        steps.wait(5)
+        assert steps.threads[4:] == ["gpuspill-spill-test-0"]
     engine.close()
     assert done == ([] if method == "wake" else ["first", "second", "third"])
 
 
-def test_closing_does_what_no_thread_could_be_started_for(make, monkeypatch):
-    engine = make(Steps())
-    done = []
+def test_who_does_the_work_of_spill_threads_does_not_begin_again_in_the_middle(make, monkeypatch):
+    engines = []
+
+    def wake() -> float:
+        assert engines[0].spilling_here
+        engines[0].wake()
+        return FOREVER
 
     monkeypatch.setattr("gpuspill.manager.threads.threading.Thread", NoThread)
-    engine.reap(partial(done.append, "reaped"))
-    engine.delete(partial(done.append, "deleted"))
+    steps = Steps(wake, wake)
+    engines.append(make(steps))
+    engines[0].wake()
+    assert len(steps.threads) == 1
+
+
+def test_an_interrupted_caller_does_the_rest_first(make):
+    """Somebody waits for each piece of work."""
+    engine = make(Steps())
     engine.close()
-    assert done == ["reaped", "deleted"]
+    done = []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.reap(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _finish(interrupt, partial(done.append, "rest"))
+    assert done == ["rest"]
 
 
 def test_work_is_done_by_restore_threads_at_most_so_many_at_a_time(make):

@@ -17,11 +17,19 @@ import pytest
 
 from gpuspill.core.budget import Kind
 from gpuspill.core.residency import State, Tier
-from gpuspill.errors import DataLostError, ManagerClosed, RecordCorrupt, StorageError, StorageFull
+from gpuspill.errors import (
+    DataLostError,
+    ManagerClosed,
+    ReadInterrupted,
+    RecordCorrupt,
+    StorageError,
+    StorageFull,
+)
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.serialization import Encoded, PickleSerializer
 from gpuspill.testing.memory_store import ManualStore
 from gpuspill.testing.stores import FaultyStore, MemoryStore
+from tests.things import DEADLY, Deadly
 
 TIMEOUT = 60
 
@@ -94,6 +102,14 @@ class Kit:
         assert self.store.statistics().records == 0
 
 
+class NoThread(threading.Thread):
+    """One more than the system allows."""
+
+    def start(self) -> None:
+        """See the class."""
+        raise RuntimeError("can't start new thread")
+
+
 @pytest.fixture
 def kit() -> Iterator[Kit]:
     kit = Kit()
@@ -157,6 +173,94 @@ def test_a_read_that_fails_reaches_all_who_wait(kit, error, raised, state):
     else:
         with pytest.raises(DataLostError, match="'a'"):
             kit.manager.get("a")
+
+
+@pytest.mark.parametrize("error", DEADLY)
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_deserialiser_that_raises_what_is_no_error_ends_no_thread_and_all_are_answered(kit, error, encoded):
+    manager = kit.manager
+    keys = [f"deadly {n}" for n in range(4)]
+    for key in keys:
+        if encoded:
+            manager.store_encoded(key, Encoded(*PickleSerializer().dumps(Deadly(error)), nbytes=100))
+        else:
+            manager.store(key, Deadly(error))
+    manager.store("good", Value("good"))
+    kit.store.let_all_go()
+    if not encoded:
+        manager.evict_all()
+    for key in keys:
+        assert manager.prefetch([key]) == (not encoded)
+        for raises in (
+            kit.start(manager.get, key),
+            manager.get_many([key, "good"]),
+            kit.start(manager.materialize, manager.admit(None, [key, "good"])),
+            manager.materialize_later(manager.admit(None, [key, "good"])),
+            manager.decode(Encoded(*PickleSerializer().dumps(Deadly(error)), nbytes=100)),
+        ):
+            with pytest.raises(ReadInterrupted, match="deadly") as raised:
+                raises.result(TIMEOUT)
+            assert isinstance(raised.value.__cause__, DEADLY[error])
+        assert kit.state(key) is (State.RESIDENT if encoded else State.SPILLED)
+    assert manager.get_many(["good"]).result(TIMEOUT)["good"].content == "good"
+
+
+@pytest.mark.parametrize("error", DEADLY)
+def test_a_serialiser_that_raises_what_is_no_error_ends_no_thread(kit, error):
+    class Worse(Value):
+        def __reduce__(self):
+            raise DEADLY[error]
+
+    kit.manager.store("worse", Worse(0))
+    kit.manager.store("good", Value("good"))
+    kit.store.let_all_go()
+    kit.manager.set_limit(0, None)
+    kit.wrote()
+    assert kit.state("good") is State.SPILLED
+    assert kit.state("worse") is State.RESIDENT
+    assert kit.manager.statistics().unspillable == 1
+
+
+@pytest.mark.parametrize("error", [*DEADLY, "builtins.ValueError"])
+def test_finding_what_a_value_keeps_alive_may_raise_anything(error):
+    """It looks into types of others; whoever waits for the value would wait for ever."""
+
+    def look(value: object) -> None:
+        if back:
+            raise DEADLY.get(error, ValueError)
+
+    back: list[bool] = []
+    kit = Kit(shared=look)
+    try:
+        kit.on_disk("a")
+        back.append(True)
+        kit.store.let_all_go()
+        for future in kit.start(kit.manager.get, "a"), kit.manager.get_many(["a"]):
+            with pytest.raises(ReadInterrupted if error in DEADLY else ValueError):
+                future.result(TIMEOUT)
+        back.clear()
+        assert kit.manager.get("a").content == "a"
+    finally:
+        kit.close()
+
+
+def test_without_any_thread_the_callers_spill_and_restore(kit, monkeypatch, caplog):
+    """As where the system allows no more threads."""
+    with monkeypatch.context() as patch:
+        patch.setattr("gpuspill.manager.threads.threading.Thread", NoThread)
+        kit.store.let_all_go()
+        for key in "abc":
+            kit.manager.store(key, Value(key))
+        kit.manager.set_limit(150, None)
+        assert sorted(map(str, map(kit.state, "abc"))) == ["State.RESIDENT", "State.SPILLED", "State.SPILLED"]
+        admission = kit.manager.admit("out", ["a", "b"], 50)
+        assert admission.granted
+        admission.release()
+        values = kit.manager.get_many("abc").result(0)
+        assert [values[key].content for key in "abc"] == list("abc")
+        del values
+        kit.manager.validate()
+    assert caplog.text.count("cannot start a thread") <= 4, "once of each kind"
 
 
 def test_reading_a_value_while_it_is_written_does_not_wait(kit):

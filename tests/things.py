@@ -1,5 +1,7 @@
 """Values for tests of the manager."""
 
+import asyncio
+import concurrent.futures
 import pickle
 from typing import Any
 
@@ -55,6 +57,36 @@ def explode(message: str) -> None:
 class Unloadable(Thing):
     def __reduce__(self):
         return explode, ("cannot be rebuilt",)
+
+
+class Panic(BaseException):
+    """What libraries in other languages raise."""
+
+
+#: What is no error, or passes for somebody's own cancellation.
+DEADLY = {
+    f"{error.__module__}.{error.__name__}": error
+    for error in (
+        SystemExit,
+        KeyboardInterrupt,
+        GeneratorExit,
+        StopIteration,
+        Panic,
+        asyncio.CancelledError,
+        concurrent.futures.CancelledError,
+    )
+}
+
+
+def die(kind: str) -> None:
+    raise DEADLY[kind]("deadly")
+
+
+class Deadly(Thing):
+    """Can be serialised; rebuilding it would end a thread."""
+
+    def __reduce__(self):
+        return die, (self.content,)
 
 
 class Delegating:

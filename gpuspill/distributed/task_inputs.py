@@ -17,7 +17,7 @@ from distributed.metrics import context_meter
 
 from gpuspill.distributed.metrics import WAIT
 from gpuspill.distributed.views import LostValue
-from gpuspill.errors import DataLostError
+from gpuspill.errors import DataLostError, answerable
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 from gpuspill.tier import DeviceTier
@@ -163,8 +163,8 @@ class Job:
             self._accept(values)
         except DataLostError as error:
             self.lost = error
-        except Exception as error:
-            self._error = error
+        except BaseException as error:
+            self._error = answerable(error)
         self.stopped = time()
 
     async def prepare_later(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from gpuspill.core.budget import Kind
 from gpuspill.core.ledger import Entry
-from gpuspill.errors import ManagerClosed
+from gpuspill.errors import ManagerClosed, answerable, is_for_caller
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.admitting import Admitter
 from gpuspill.manager.metadata import Metadata
@@ -191,10 +191,15 @@ class Gatherer:
     def _decode(self, encoded: Encoded, result: Future[Any]) -> None:
         """Deliver in `result` the value that some bytes stand for. Blocks; never raises an Exception."""
         try:
-            result.set_result(self._serializer.loads(encoded.header, [memoryview(frame) for frame in encoded.frames]))
-        except Exception as error:
+            value = self._serializer.loads(encoded.header, [memoryview(frame) for frame in encoded.frames])
+        except BaseException as error:
             with suppress(InvalidStateError):  # cancelled
-                result.set_exception(error)
+                result.set_exception(answerable(error))
+            if is_for_caller(error):
+                raise
+        else:
+            with suppress(InvalidStateError):
+                result.set_result(value)
 
     def _export_later(self, key: Hashable, pid: int, result: Future[Any], borrow: bool) -> Future[Any]:
         """Return a future of what to send for one proxy, which the caller has pinned. Never blocks and never raises.
@@ -224,8 +229,8 @@ class Gatherer:
                 # Nobody waits for it if the whole was cancelled.
                 future.set_result(None if result.cancelled() else self._restorer.fetch(key, pid, borrow=borrow))
             except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, Exception):
+                future.set_exception(answerable(error))
+                if is_for_caller(error):
                     raise
 
         if not self._engine.submit(partial(copy_context().run, read)):
@@ -254,15 +259,14 @@ class Gatherer:
                 if left:
                     return
             try:
-                try:
-                    values = {key: self._restorer.outcome(key, future) for key, future in pending}
-                except Exception as error:
-                    result.set_exception(error)
-                else:
-                    before()
+                values = {key: self._restorer.outcome(key, future) for key, future in pending}
+                before()
+            except BaseException as error:
+                with suppress(InvalidStateError):  # cancelled
+                    result.set_exception(answerable(error))
+            else:
+                with suppress(InvalidStateError):
                     result.set_result(values)
-            except InvalidStateError:
-                pass  # cancelled
             finally:
                 pending.clear()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuspill.core.ledger import Entry
 from gpuspill.core.residency import State
-from gpuspill.errors import DataLostError, ManagerClosed, StorageError
+from gpuspill.errors import DataLostError, ManagerClosed, StorageError, answerable, is_for_caller
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.decode import Decoder
 from gpuspill.manager.metadata import Metadata
@@ -183,8 +183,8 @@ class Restorer:
                     done.set_result(self._copy(key, pid))
                     return done
                 future, ours = self._begin(key, pid, admission)
-            except Exception as error:
-                done.set_exception(error)
+            except BaseException as error:
+                done.set_exception(answerable(error))
                 return done
         if ours:
             self.submit(key, pid)
@@ -239,17 +239,17 @@ class Restorer:
         ghost = slot.ghost
         value = None if ghost is None else ghost()
         alive, left = value is not None, None
-        if not alive:
-            try:
+        try:
+            if not alive:
                 if self._metadata.closed:
                     raise ManagerClosed(f"the store was closed before {slot.key!r} was read")
                 value, left = self._decoder.decode(slot, *self._read_record(receipt))
-            except BaseException as error:
-                self._fail(pid, error)
-                if not isinstance(error, Exception):
-                    raise
-                return
-        shared = self._sharing.look(value)
+            shared = self._sharing.look(value)
+        except BaseException as error:
+            self._fail(pid, error)
+            if is_for_caller(error):
+                raise
+            return
         with self._metadata as state:
             future, slot.reader = slot.restoring, None
             assert future is not None
@@ -279,12 +279,12 @@ class Restorer:
     def _decode(self, pid: int, encoded: Encoded) -> None:
         """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""
         slot = self._metadata.slots[pid]
-        value, left, error = None, None, None
+        value, left, shared, error = None, None, None, None
         try:
             value, left = self._decoder.decode(slot, encoded.header, [memoryview(frame) for frame in encoded.frames])
+            shared = self._sharing.look(value)
         except BaseException as caught:
             error = caught
-        shared = None if error is not None else self._sharing.look(value)
         with self._metadata as state:
             future, slot.restoring, slot.reader = slot.restoring, None, None
             assert future is not None
@@ -295,8 +295,8 @@ class Restorer:
                     state.hollow(pid, left)
             state.unpin(pid)
         if error is not None:
-            future.set_exception(error)
-            if not isinstance(error, Exception):
+            future.set_exception(answerable(error))
+            if is_for_caller(error):
                 raise error
             return
         future.set_result(value)
@@ -380,7 +380,7 @@ class Restorer:
             state.fail_restore(pid, lost=lost)
         if lost:
             logger.error("%s", lost_error(slot.key, str(error)))
-        future.set_exception(error)
+        future.set_exception(answerable(error))
 
 
 def lost_error(key: Hashable, reason: str) -> DataLostError:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from textwrap import shorten
 
 from gpuspill.core.backoff import Backoff
 from gpuspill.core.sizes import SizeModel
 from gpuspill.core.state import SpillState
-from gpuspill.errors import QuotaExceeded, StorageError, StorageFull, cut_loose
+from gpuspill.errors import QuotaExceeded, StorageError, StorageFull, cut_loose, is_for_caller
 from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.observer import Observer
 from gpuspill.manager.serialization import Encoded, Serializer
@@ -74,6 +73,8 @@ class Spiller:
             None after some work; else the seconds after which there may be some (infinity: when woken).
         """
         metadata = self._metadata
+        if self._store.inside:
+            return float("inf")  # a finaliser, in a thread that does the work of spill threads: it has locks
         with metadata as state:
             if metadata.closed:
                 return float("inf")
@@ -245,7 +246,7 @@ class Spiller:
 
     def _give_up(self, pid: int, error: BaseException) -> bool:
         """End a spill that `error` stopped, for good if that is the value's; return whether it is for the caller."""
-        interrupted = _is_for_caller(error)
+        interrupted = is_for_caller(error)
         self._fail(pid, error, forever=not interrupted and not isinstance(error, MemoryError | OSError))
         return interrupted
 
@@ -296,11 +297,6 @@ class Spiller:
 
 def _over_quota(nbytes: int, limit: int | None, named: str) -> QuotaExceeded:
     return QuotaExceeded(f"a record of {nbytes:,} bytes does not fit in the disk limit of {limit:,} bytes ({named})")
-
-
-def _is_for_caller(error: BaseException) -> bool:
-    """Whether an error is none of the value's: somebody interrupts the program, whose main thread this is."""
-    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def _shown(make: Callable[[], str]) -> str:

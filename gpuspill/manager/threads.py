@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import enum
 import logging
 import queue
 import sys
@@ -15,7 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["Engine"]
+from gpuspill.errors import is_for_caller
+
+__all__ = ["Engine", "Urgency"]
 
 logger = logging.getLogger("gpuspill.manager.threads")
 
@@ -23,6 +26,14 @@ logger = logging.getLogger("gpuspill.manager.threads")
 _AFTER_ERROR = 0.2
 #: Hundredths of a second to wait for somebody who is starting a thread.
 _PATIENCE = 100
+
+
+class Urgency(enum.IntEnum):
+    """On whose behalf a restore thread works. A lower number is served first, whatever came before."""
+
+    TASK = 0
+    SEND = 1
+    AHEAD = 2
 
 
 class Engine:
@@ -33,8 +44,7 @@ class Engine:
     spill_step
         Called again and again by each spill thread. Does one unit of work and returns None, or
         finds nothing to do and returns the seconds to sleep before asking again (``float("inf")``:
-        until :meth:`wake`). Must not raise; if it does all the same, that is logged, and it is called
-        again later.
+        until :meth:`wake`). What it raises is logged, and it is called again later.
     spill_threads, restore_threads
         How many of each. A thread that wants a value may restore it itself, so restore threads
         serve prefetch, transfers and coroutines.
@@ -46,6 +56,9 @@ class Engine:
     Spill threads start with the first :meth:`wake` and restore threads with the first
     :meth:`submit`: a store that never spills has no thread. All are daemons, so that a worker that is
     told to exit in the middle of a write can.
+
+    Nothing that is raised in a thread ends it, be it ``SystemExit`` or what else is no Exception, and a thread that
+    ends all the same is replaced. While not one thread of a kind can be started, its work is done by the caller.
 
     Any method may be called at any time by a finaliser that the garbage collector runs, in whatever
     thread. So nothing here is of the kind that the standard library's executors are, which wait for
@@ -60,13 +73,7 @@ class Engine:
         restore_threads: int,
         name: str,
     ) -> None:
-        self._step = spill_step
-        # One for each spill thread. Ringing waits for nobody, which of a condition could not be said.
-        self._bells: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(spill_threads)]
-        self._unclaimed = deque(self._bells)
-        self._closed = False
-        self._spilling: set[int] = set()
-        self._spillers = _Threads(f"gpuspill-spill-{name}", spill_threads, self._spill_loop)
+        self._spillers = _Spillers(f"gpuspill-spill-{name}", spill_threads, spill_step)
         self._restorers = _Workers(f"gpuspill-restore-{name}", restore_threads)
         self._reaper = _Workers(f"gpuspill-reaper-{name}", 1)
         self._deleter = _Workers(f"gpuspill-deleter-{name}", 1)
@@ -74,51 +81,24 @@ class Engine:
     # -- spilling ----------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """There may be something to spill. Cheap, never blocks for longer than it takes to start the threads once."""
-        if self._closed or self.spilling_here:
+        """There may be something to spill. Blocks for no longer than it takes to start the threads once.
+
+        But if not one can be started: then this spills.
+        """
+        if self.spilling_here:
             return  # a spill thread looks again by itself
-        self._ring()
-        self._spillers.start()
+        self._spillers.wake()
 
     @property
     def spilling_here(self) -> bool:
-        """Whether the calling thread is one of the spill threads."""
-        return threading.get_ident() in self._spilling
-
-    def _ring(self) -> None:
-        for bell in self._bells:
-            # Once is enough: whoever has not heard it yet will look when it does.
-            if bell.empty():
-                bell.put(None)
-
-    def _spill_loop(self) -> None:
-        self._spilling.add(threading.get_ident())
-        bell = self._unclaimed.popleft()
-        while not self._closed:
-            # Before looking: whoever rings from now on may have made a change that is not seen.
-            with suppress(queue.Empty):
-                while True:
-                    bell.get_nowait()
-            try:
-                pause = self._step()
-            except Exception:
-                # Must not happen; but without this thread nothing would ever be spilled again, without a word.
-                logger.exception("spilling failed")
-                pause = _AFTER_ERROR
-            # The bell for closing may have been among those that were heard above.
-            if pause is not None and not self._closed:
-                with suppress(queue.Empty):
-                    bell.get(timeout=None if pause == float("inf") else pause)
+        """Whether the calling thread is one of the spill threads, or does their work."""
+        return threading.get_ident() in self._spillers.spilling
 
     # -- everything else ---------------------------------------------------------------------------
 
-    def submit(self, work: Callable[[], None]) -> bool:
-        """Run `work` on a restore thread; here, if none can be started. Returns False if the engine is closed."""
-        if not self._restorers.put(work):
-            return False
-        if self._restorers.failed:
-            self._restorers.do_here()  # somebody waits for it
-        return True
+    def submit(self, work: Callable[[], None], urgency: Urgency = Urgency.TASK) -> bool:
+        """Run `work` on a restore thread, the most urgent first. Returns False if the engine is closed."""
+        return self._restorers.put(work, urgency)
 
     def reap(self, work: Callable[[], None]) -> None:
         """Run `work`, which lets values go, on a thread of its own; here, once the engine is closed.
@@ -127,12 +107,12 @@ class Engine:
         either.
         """
         if not self._reaper.put(work):
-            _guarded(work)
+            _finish(work)
 
     def delete(self, work: Callable[[], None]) -> None:
         """Run `work`, which deletes records, on another one: however slow the disk, no memory may wait for it."""
         if not self._deleter.put(work):
-            _guarded(work)
+            _finish(work)
 
     def close(self) -> None:
         """Stop all threads and wait for what they are doing.
@@ -140,8 +120,6 @@ class Engine:
         Idempotent. May be called from one of them, which then ends when it has done what it is doing; must not be
         called with a lock held.
         """
-        self._closed = True
-        self._ring()
         self._spillers.close()
         # What is queued runs, and finds that the store is closed: somebody waits for each of these.
         self._restorers.close()
@@ -149,11 +127,23 @@ class Engine:
         self._deleter.close()
 
 
-def _guarded(work: Callable[[], None]) -> None:
+def _guarded(work: Callable[[], object]) -> BaseException | None:
+    """Do `work`, and log what it raises; return that if it interrupts the caller, to be raised in good time."""
     try:
         work()
-    except Exception:
+    except BaseException as error:
         logger.exception("background work failed")
+        return error if is_for_caller(error) else None
+    return None
+
+
+def _finish(*works: Callable[[], object]) -> None:
+    """Do all that is given, here, whatever some of it raises; then raise what interrupts the caller."""
+    interruption = None
+    for work in works:
+        interruption = _guarded(work) or interruption
+    if interruption is not None:
+        raise interruption
 
 
 class _Threads:
@@ -168,18 +158,16 @@ class _Threads:
         Of the threads, before their number.
     count
         How many there may be.
-    run
-        What each does. Must end soon after :meth:`close` was called.
     """
 
-    def __init__(self, name: str, count: int, run: Callable[[], None]) -> None:
+    def __init__(self, name: str, count: int) -> None:
         self._name = name
         self._count = count
-        self._run = run
         # Only whoever has the claim starts threads, changes the list, or waits for the threads' end.
         self._claim = threading.Lock()
         self._claimant: int | None = None
         self._threads: list[threading.Thread] = []
+        self._ended: deque[threading.Thread] = deque()
         self._failed = False
         self._closed = False
 
@@ -189,15 +177,18 @@ class _Threads:
         If none can be started, that is logged once; ask again later.
         """
         # At the end of the interpreter a new thread would wait for ever, and whoever starts it for the thread.
-        if len(self._threads) >= self._count or self._closed or sys.is_finalizing():
+        if (len(self._threads) >= self._count and not self._ended) or self._closed or sys.is_finalizing():
             return
         if not self._claim.acquire(blocking=False):
             return
         self._claimant = threading.get_ident()
         try:
+            while self._ended:
+                self._threads.remove(self._ended.popleft())
+            names = {thread.name for thread in self._threads}
+            free = (name for n in range(self._count) if (name := f"{self._name}-{n}") not in names)
             while len(self._threads) < self._count and not self._closed:
-                name = f"{self._name}-{len(self._threads)}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread = threading.Thread(target=self._live, name=next(free), daemon=True)
                 thread.start()
                 self._threads.append(thread)
             self._failed = False
@@ -210,6 +201,24 @@ class _Threads:
             self._claim.release()
         if self._is_closed():
             self._end()  # whoever closed did not wait for us, perhaps
+
+    def _live(self) -> None:
+        """Be a thread, until this is closed."""
+        try:
+            while not self._closed:
+                try:
+                    self._run()
+                except BaseException:
+                    # Without this thread nothing of its kind would ever be done again, without a word.
+                    with suppress(BaseException):
+                        logger.exception("a background thread was interrupted; it goes on")
+        finally:
+            self._ended.append(threading.current_thread())
+            self.start()  # another one, unless this is closed
+
+    def _run(self) -> None:
+        """Do what there is to do, until this is closed."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Start no more threads and wait for those that there are. Blocks."""
@@ -230,7 +239,7 @@ class _Threads:
         """Wait for all threads, if nobody else does."""
         while self._claim.acquire(blocking=False):
             try:
-                self._stop(len(self._threads))
+                self._stop()
                 for thread in self._threads:
                     if thread is not threading.current_thread():
                         thread.join()
@@ -249,19 +258,99 @@ class _Threads:
         """Whether it was closed by now."""
         return self._closed
 
-    def _stop(self, count: int) -> None:
-        """Tell so many threads to end."""
+    def _stop(self) -> None:
+        """Tell all threads to end."""
 
     def do_here(self) -> None:
-        """Do what there is no thread for."""
+        """Do, in the calling thread, what there is no thread for."""
 
     def _left_over(self) -> bool:
         """Whether something came meanwhile that no thread is left for."""
         return False
 
 
+class _Spillers(_Threads):
+    """Threads that ask again and again whether there is something to do.
+
+    Parameters
+    ----------
+    name, count
+        As for the base class.
+    step
+        See :class:`Engine`.
+
+    Attributes
+    ----------
+    spilling
+        The threads that do it, by identifier.
+    """
+
+    def __init__(self, name: str, count: int, step: Callable[[], float | None]) -> None:
+        super().__init__(name, count)
+        self._step = step
+        self.spilling: set[int] = set()
+        # One for each thread. Ringing waits for nobody, which of a condition could not be said.
+        self._bells: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(count)]
+        self._unclaimed = deque(self._bells)
+
+    def wake(self) -> None:
+        """Have it asked soon."""
+        if self._closed:
+            return
+        self._stop()
+        self.start()
+        if self.failed:
+            self.do_here()
+
+    def _stop(self) -> None:
+        for bell in self._bells:
+            # Once is enough: whoever has not heard it yet will look when it does.
+            if bell.empty():
+                bell.put(None)
+
+    def _run(self) -> None:
+        ident = threading.get_ident()
+        self.spilling.add(ident)
+        bell = self._unclaimed.popleft()
+        try:
+            while not self._closed:
+                # Before looking: whoever rings from now on may have made a change that is not seen.
+                with suppress(queue.Empty):
+                    while True:
+                        bell.get_nowait()
+                pause = self._ask()
+                # The bell for closing may have been among those that were heard above.
+                if pause is not None and not self._closed:
+                    with suppress(queue.Empty):
+                        bell.get(timeout=None if pause == float("inf") else pause)
+        finally:
+            self._unclaimed.append(bell)
+            self.spilling.discard(ident)
+
+    def _ask(self) -> float | None:
+        try:
+            return self._step()
+        except BaseException as error:
+            logger.exception("spilling failed")
+            if is_for_caller(error):
+                raise
+            return _AFTER_ERROR
+
+    def do_here(self) -> None:
+        """Ask in the calling thread until there is nothing to do now."""
+        ident = threading.get_ident()
+        if ident in self.spilling:
+            return
+        self.spilling.add(ident)
+        try:
+            while not self._closed and self._ask() is None:
+                pass
+        finally:
+            self.spilling.discard(ident)
+
+
 class _Workers(_Threads):
-    """Threads that do what they are given, in order.
+    """Threads that do what they are given, the most urgent first, and in order where that is the same.
 
     Parameters
     ----------
@@ -270,37 +359,51 @@ class _Workers(_Threads):
     """
 
     def __init__(self, name: str, count: int) -> None:
-        super().__init__(name, count, self._work)
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        super().__init__(name, count)
+        self._lines: tuple[deque[Callable[[], None]], ...] = tuple(deque() for _ in Urgency)
+        # Rung once for each piece of work, after it was put in line, and heard by whoever finds the lines empty.
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def put(self, work: Callable[[], None]) -> bool:
-        """Have `work` done soon; waits for nobody. False, and nothing is done, if this is closed, or Python ends."""
+    def put(self, work: Callable[[], None], urgency: Urgency = Urgency.TASK) -> bool:
+        """Have `work` done soon. False, and nothing is done, if this is closed, or Python ends.
+
+        Waits for nobody, but does all there is to do if not one thread can be started.
+        """
         if self._closed or sys.is_finalizing():
             return False
-        self._queue.put(work)
+        self._lines[urgency].append(work)
+        self._bell.put(None)
         self.start()
         if self._is_closed():
             self._end()  # perhaps it came too late for whoever closed
+        elif self.failed:
+            self.do_here()
         return True
 
-    def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            _guarded(work)
-            del work  # or its values would live until the next one comes
-            if self._closed and self._queue.empty():
-                return  # the work may have closed this, and then nobody tells this thread
+    def _next(self) -> Callable[[], None] | None:
+        for line in self._lines:
+            with suppress(IndexError):
+                return line.popleft()
+        return None
 
-    def _stop(self, count: int) -> None:
-        for _ in range(count):
-            self._queue.put(None)
+    def _run(self) -> None:
+        while True:
+            work = self._next()
+            if work is not None:
+                _guarded(work)
+                del work  # or its values would live until the next one comes
+            elif self._closed:
+                return
+            else:
+                self._bell.get()
+
+    def _stop(self) -> None:
+        for _ in range(self._count):
+            self._bell.put(None)
 
     def do_here(self) -> None:
         """Do what waits to be done, in the calling thread."""
-        with suppress(queue.Empty):
-            while True:
-                work = self._queue.get_nowait()
-                if work is not None:
-                    _guarded(work)
+        _finish(*iter(self._next, None))
 
     def _left_over(self) -> bool:
-        return not self._queue.empty()
+        return any(self._lines)

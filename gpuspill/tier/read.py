@@ -7,7 +7,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from gpuspill.errors import DataLostError
+from gpuspill.errors import DataLostError, answerable
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 from gpuspill.tier.assemble import Builder
@@ -97,7 +97,7 @@ class Reader:
                 except DataLostError as error:
                     result.set_exception(_named(error, held))
                 except BaseException as error:
-                    result.set_exception(error)
+                    result.set_exception(answerable(error))
             if pins is not None:
                 pins.release()
 

@@ -13,11 +13,13 @@ import dask
 import numpy as np
 import pytest
 from dask._task_spec import Alias, Task, TaskRef
-from distributed import Actor, Event, Reschedule, get_client, get_worker, secede, wait, worker_client
+from distributed import Actor, Event, Reschedule, Status, get_client, get_worker, secede, wait, worker_client
 from distributed.utils_test import async_poll_for, inc
 
+from gpuspill.errors import ReadInterrupted
 from gpuspill.manager.proxy import Proxy
 from tests.distributed.clusters import all_spilled, at_rest, spilling
+from tests.things import DEADLY, Deadly
 
 pytestmark = pytest.mark.cluster
 
@@ -65,6 +67,28 @@ async def test_nested_arguments(c, s, a, b):
     assert await c.gather(futures) == [3000, 6000, 6000, 3000]
     lazy = dask.delayed(no_proxy)([x, y], other={"z": z})
     assert await c.compute(lazy) == 6000
+
+
+@spilling(limits=(1,))
+@pytest.mark.parametrize("error", DEADLY)
+async def test_an_input_whose_deserialiser_raises_what_is_no_error_fails_its_task_only(c, s, a, b, error):
+    deadly = [c.submit(Deadly, error, pure=False, workers=[a.address]) for _ in range(4)]
+    await wait(deadly)
+    await all_spilled(a)
+    used = [c.submit(type, x, pure=False, workers=[a.address]) for x in deadly]
+    used.append(c.submit(coroutine_task, deadly[0], workers=[a.address]))
+    for future in used:
+        assert isinstance(await future.exception(), ReadInterrupted)
+    for x in deadly:
+        with pytest.raises(ReadInterrupted):
+            await a.data.async_get([x.key])
+    y = c.submit(no_proxy, c.submit(np.ones, 1000, workers=[a.address]), workers=[a.address])
+    assert await y == 1000
+    assert a.status == b.status == Status.running
+
+
+async def coroutine_task(x):
+    return 0
 
 
 @spilling(nthreads=(("127.0.0.1", 1),), limits=(None, 1))
