@@ -257,9 +257,9 @@ class Store(ABC):
         header
             Opaque bytes, returned as they are.
         frames
-            Opaque buffers. They are not copied and must not change until this returns. They keep their order and
-            number; empty ones are kept too. They come back flat. A store on disk holds no more of a
-            :class:`FrameStream` than the piece that it is handed.
+            Opaque buffers, not copied. They keep their order and number; empty ones are kept too. They come back flat.
+            If one is changed before this returns, each of its bytes is read back as it was at some moment. A store on
+            disk holds no more of a :class:`FrameStream` than the piece that it is handed.
 
         Returns
         -------

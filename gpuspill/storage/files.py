@@ -155,10 +155,10 @@ class FileStore(Store):
 
         Notes
         -----
-        Without compression the frames are hashed, and then go to the kernel in one call where
-        their number and size allow: the fewer calls, the fewer times this thread has to wait for
-        the interpreter lock. At most about 16 MiB, and one frame, of compressed data is held.
-        Frame streams are not compressed, nor hashed if they go past host memory.
+        Frames go to the kernel in calls of 32 MiB where their number and size allow: the fewer
+        calls, the fewer times this thread has to wait for the interpreter lock. What is hashed is
+        what the kernel has of the file then. At most about 32 MiB, and one frame, of compressed
+        data is held. Frame streams are not compressed, nor hashed if they go past host memory.
         """
         views = [frame if isinstance(frame, FrameStream) else flat(frame, index) for index, frame in enumerate(frames)]
         number = self._begin_write()

@@ -1,4 +1,4 @@
-"""Looking at a file where the system has it, instead of copying it: for bytes that are only passed on.
+"""Looking at a file where the system has it, instead of copying it: for bytes that are only passed on, or hashed.
 
 Touching a mapped page that cannot be read kills the process. So all pages are brought in first, by a call that reports
 what is wrong instead (``MADV_POPULATE_READ``, Linux 5.14); whoever gets no mapping reads the file. What is left is a
@@ -14,7 +14,7 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["MAP_FROM_NBYTES", "map_file"]
+__all__ = ["MAP_FROM_NBYTES", "map_file", "map_range"]
 
 #: Smaller files are read: mapping takes some ten microseconds and a file descriptor.
 MAP_FROM_NBYTES = 2**20
@@ -43,19 +43,42 @@ def map_file(directory_fd: int, name: str, nbytes: int) -> memoryview | None:
         The mapping is undone with the last view, and does not need the file's name any more. None if it is not of that
         size, cannot be read, or cannot be mapped: reading it says why.
     """
-    if not sys.platform.startswith("linux") or nbytes < MAP_FROM_NBYTES:
+    if nbytes < MAP_FROM_NBYTES:
         return None
-    with suppress(OSError, ValueError):  # ValueError: it is shorter
+    with suppress(OSError):
         # Writable only because its address cannot be asked for otherwise.
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
         try:
-            if os.fstat(fd).st_size != nbytes:
-                return None
-            mapping = mmap.mmap(fd, nbytes)
+            return map_range(fd, 0, nbytes) if os.fstat(fd).st_size == nbytes else None
         finally:
             os.close(fd)
-        if _populate(mapping, nbytes):
-            return memoryview(mapping).toreadonly()
+    return None
+
+
+def map_range(fd: int, start: int, nbytes: int) -> memoryview | None:
+    """Return a part of an open file as read-only memory, if that is safe here.
+
+    Blocks as :func:`map_file` does.
+
+    Parameters
+    ----------
+    fd
+        The file, open for reading and writing. May be closed afterwards.
+    start, nbytes
+        Where the part begins, and its size, in bytes.
+
+    Returns
+    -------
+    memoryview or None
+        As of :func:`map_file`.
+    """
+    if not sys.platform.startswith("linux") or nbytes < MAP_FROM_NBYTES:
+        return None
+    skipped = start % mmap.ALLOCATIONGRANULARITY
+    with suppress(OSError, ValueError):  # ValueError: it is shorter
+        mapping = mmap.mmap(fd, skipped + nbytes, offset=start - skipped)
+        if _populate(mapping, len(mapping)):
+            return memoryview(mapping).toreadonly()[skipped:]
     return None
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "RecordEncoder",
     "StoredFrame",
     "decode_record",
+    "digest",
     "encoded_nbytes",
     "flat",
     "whole_pages",
@@ -105,6 +106,11 @@ def flat(frame: Buffer, index: int = 0) -> memoryview:
         ) from exc
 
 
+def digest(data: memoryview) -> int:
+    """Return the xxh3 (64 bits) of flat bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 def whole_pages(nbytes: int) -> int:
     """Return the bytes of the pages that `nbytes` bytes take."""
     return nbytes + -nbytes % _PAGE
@@ -141,16 +147,15 @@ def encoded_nbytes(header_nbytes: int, stored: Iterable[int], codec_names: Itera
 class RecordEncoder:
     """Turns frames into the byte stream of one record; used once, by one thread.
 
-    Call :meth:`add` for each frame and :meth:`finish` at the end, and write what they return, in order; for a frame
-    that comes in pieces :meth:`start`, and :meth:`feed` for each piece that is written. Memory of frames is only looked
-    at, never copied.
+    Call :meth:`start` for each frame and :meth:`finish` at the end, and write what they return and the frames, in
+    order. :meth:`feed` takes what was written, in as many pieces as there are.
 
     Attributes
     ----------
     payload_nbytes : int
-        Bytes of the frames added so far, as they were before compression.
+        Bytes of the frames begun so far, as they were before compression.
     stored_nbytes : int
-        Bytes returned by :meth:`add` so far, and those of pieces that are fed or announced.
+        Bytes of those frames as stored, with the padding between them.
     checksum : int
         Of the whole record, once it is finished; of the footer, if the frame was not seen.
     hashed : bool
@@ -187,33 +192,22 @@ class RecordEncoder:
         self.stored_nbytes = whole_pages(nbytes)
         self.hashed = False
 
-    def add(self, data: memoryview, raw_nbytes: int | None = None, codec: str | None = None) -> list[memoryview]:
-        """Append a frame.
+    def start(self, nbytes: int, raw_nbytes: int | None = None, codec: str | None = None) -> list[memoryview]:
+        """Begin a frame.
 
         Parameters
         ----------
-        data
-            What to store: flat bytes.
+        nbytes
+            Bytes of it as stored.
         raw_nbytes
-            Bytes of the frame before compression; by default those of `data`.
+            Bytes of the frame before compression; by default as many.
         codec
-            Name of the codec that `data` is compressed with.
+            Name of the codec that it is compressed with.
 
         Returns
         -------
         list of memoryview
-            To be written next: padding where needed, and `data`.
-        """
-        parts = self.start(data.nbytes, raw_nbytes, codec)
-        if data.nbytes:
-            self.feed(data)
-            parts.append(data)
-        return parts
-
-    def start(self, nbytes: int, raw_nbytes: int | None = None, codec: str | None = None) -> list[memoryview]:
-        """Begin a frame of `nbytes` bytes as stored, all of which have to be fed before the next one.
-
-        Parameters and result as for :meth:`add`, but without the data.
+            Padding where needed, to be written, and fed, before the bytes of the frame are.
         """
         self._raw.append(nbytes if raw_nbytes is None else raw_nbytes)
         self._stored.append(nbytes)
@@ -221,13 +215,10 @@ class RecordEncoder:
         self.payload_nbytes += self._raw[-1]
         gap = _gap(self.stored_nbytes) if nbytes else 0
         self.stored_nbytes += gap + nbytes
-        if not gap:
-            return []
-        self._hash.update(_PADDING[:gap])
-        return [_PADDING[:gap]]
+        return [_PADDING[:gap]] if gap else []
 
     def feed(self, data: memoryview) -> None:
-        """Note the next bytes of a frame that was begun."""
+        """Note the next bytes of the record, padding included."""
         self._hash.update(data)
 
     def _codec_number(self, name: str) -> int:

@@ -15,7 +15,7 @@ from gpuspill.storage.base import Allocate, FrameStream, Receipt
 from gpuspill.storage.codecs import PLAIN, Choice, Codec, CodecChooser
 from gpuspill.storage.counters import Counters
 from gpuspill.storage.inplace import open_in_place
-from gpuspill.storage.mapped import map_file
+from gpuspill.storage.mapped import MAP_FROM_NBYTES, map_file
 from gpuspill.storage.quota import Reservation
 from gpuspill.storage.record import (
     ALIGNMENT,
@@ -23,6 +23,7 @@ from gpuspill.storage.record import (
     RecordEncoder,
     StoredFrame,
     decode_record,
+    digest,
     encoded_nbytes,
     flat,
     whole_pages,
@@ -34,9 +35,9 @@ __all__ = ["RecordReader", "RecordWriter"]
 
 logger = logging.getLogger(__name__)
 
-#: Compressed frames are written once this many bytes of them wait, so that a record of many frames
-#: does not need their sum in memory.
-_FLUSH_NBYTES = 16 * 2**20
+#: So many bytes are written at a time, and hashed while the system still has them in memory. Of compressed frames no
+#: more than that, and one frame, waits in ours.
+_FLUSH_NBYTES = 32 * 2**20
 #: Records are read, and hashed, in pieces of so many bytes: a piece is still in the processor's cache when it is hashed
 #: (second-level caches have 1 to 2 MiB), and not so small that the calls count.
 _PIECE_NBYTES = 512 * 2**10
@@ -118,13 +119,13 @@ class RecordWriter:
         encoder = RecordEncoder()
         reserved = self.expected_nbytes
         pending: list[memoryview] = []
-        held = 0
+        waiting = 0
         unseen = self._unseen is not None and self._pass_by(self._unseen, encoder, file)
         for frame, choice in () if unseen else self._frames:
             if isinstance(frame, FrameStream):
                 pending += encoder.start(frame.nbytes)
-                self._append(file, pending)
-                held = 0
+                self._append(file, self._hash(file, encoder, pending))
+                waiting = 0
                 self._copy(frame, encoder, file)
                 continue
             data, codec = frame, None
@@ -134,17 +135,19 @@ class RecordWriter:
                 counts.compress_seconds += clock() - start
                 if compressed is not None:
                     data, codec = compressed, choice.codec.name
-                    held += data.nbytes
                     counts.compressed_frames += 1
                 # Another size is another padding, too.
                 reserved += data.nbytes - _expected_nbytes(frame, choice) + ALIGNMENT
                 reservation.resize(reserved)
-            start = clock()
-            pending += encoder.add(data, frame.nbytes, codec)
-            counts.checksum_seconds += clock() - start
-            if held >= _FLUSH_NBYTES:
-                self._append(file, pending)
-                held = 0
+            pending += encoder.start(data.nbytes, frame.nbytes, codec)
+            while data.nbytes:
+                piece, data = data[: _FLUSH_NBYTES - waiting], data[_FLUSH_NBYTES - waiting :]
+                pending.append(piece)
+                waiting += piece.nbytes
+                if waiting == _FLUSH_NBYTES:
+                    self._append(file, self._hash(file, encoder, pending))
+                    waiting = 0
+        pending = self._hash(file, encoder, pending)
         footer = encoder.finish(self._header)
         nbytes = encoder.stored_nbytes + len(footer)
         reservation.resize(nbytes)
@@ -162,12 +165,34 @@ class RecordWriter:
             hashed=encoder.hashed,
         )
 
-    def _append(self, file: NewFile, pending: list[memoryview]) -> None:
-        """Write what is pending."""
-        start = self._clock()
-        file.append(pending)
-        self._counts.write_seconds += self._clock() - start
+    def _hash(self, file: NewFile, encoder: RecordEncoder, pending: list[memoryview]) -> list[memoryview]:
+        """Hash what is pending, just as it is in the file, or is going to be; return what is still to be written.
+
+        Whoever has a frame's memory may change it meanwhile. So what is hashed is never that memory: it is what the
+        system has of the file, and of a few bytes a copy.
+        """
+        nbytes = sum(part.nbytes for part in pending)
+        if not nbytes:
+            return []
+        small = nbytes < MAP_FROM_NBYTES
+        copy = [memoryview(b"".join(pending))] if small else []
+        begin = file.nbytes
+        if not small:
+            self._append(file, pending)
         pending.clear()
+        start = self._clock()
+        for piece in copy if small else file.look(begin):
+            encoder.feed(piece)
+        self._counts.checksum_seconds += self._clock() - start
+        return copy
+
+    def _append(self, file: NewFile, parts: list[memoryview]) -> None:
+        """Write some bytes."""
+        if not parts:
+            return
+        start = self._clock()
+        file.append(parts)
+        self._counts.write_seconds += self._clock() - start
 
     def _pass_by(self, frame: FrameStream, encoder: RecordEncoder, file: NewFile) -> bool:
         """Have a frame written past host memory; False, and nothing is written, if that cannot be done."""
@@ -198,12 +223,15 @@ class RecordWriter:
 
     def _compress(self, codec: Codec, frame: memoryview) -> memoryview | None:
         """Return a frame compressed; None if that fails or does not pay."""
+        before = digest(frame)
         try:
             data = flat(codec.compress(frame))
         except Exception as exc:
             # Not a reason to keep the value in memory.
             logger.debug("Compressing %d bytes with %s failed: %r", frame.nbytes, codec.name, exc)
             return None
+        if digest(frame) != before:
+            return None  # it was changed meanwhile, and what came out may stand for nothing at all
         # The sample may have been misleading.
         return data if data.nbytes < self._codecs.max_ratio * frame.nbytes else None
 

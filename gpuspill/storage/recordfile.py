@@ -8,11 +8,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from gpuspill.storage.vectored import write_all
+from gpuspill.storage.mapped import map_range
+from gpuspill.storage.vectored import read_all, write_all
 
 __all__ = ["NewFile", "open_record"]
 
 logger = logging.getLogger(__name__)
+
+#: What cannot be mapped is read back in pieces of so many bytes, each hashed while the processor's cache has it.
+_PIECE_NBYTES = 512 * 2**10
 
 
 class NewFile:
@@ -54,12 +58,35 @@ class NewFile:
             part = self._name + ".part"
             self._fd = os.open(
                 part,
-                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
                 0o600,
                 dir_fd=self._directory_fd,
             )
             self._there = part
         return self._fd
+
+    def look(self, start: int) -> Iterator[memoryview]:
+        """Yield what was written from byte `start` on, as the system has it, for the length of a step.
+
+        In one piece where it can be mapped, else read back in small ones.
+
+        Raises
+        ------
+        OSError
+            As the system reports it; also if the file is shorter than what was written.
+        """
+        fd = self._open()
+        mapped = map_range(fd, start, self.nbytes - start)
+        if mapped is not None:
+            yield mapped
+            return
+        buffer = memoryview(bytearray(min(_PIECE_NBYTES, self.nbytes - start)))
+        while start < self.nbytes:
+            piece = buffer[: self.nbytes - start]
+            if read_all(fd, [piece], start=start) < piece.nbytes:
+                raise OSError(errno.EIO, "the file is shorter than what was written")
+            yield piece
+            start += piece.nbytes
 
     def fill(self, nbytes: int, copy: Callable[[int, Callable[[], None]], bool]) -> bool:
         """Let somebody else write the first bytes of the file, by a way of their own.

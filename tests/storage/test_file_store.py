@@ -566,12 +566,12 @@ class TestStreams:
 class TestFailures:
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
     @pytest.mark.parametrize("partial", [False, True])
-    @pytest.mark.parametrize("nth", range(1, 6))
+    @pytest.mark.parametrize("nth", range(1, 7))
     def test_disk_full_at_any_call(self, tmp_path, monkeypatch, nth, partial, number):
-        with FileStore(tmp_path, quota=10**6) as store:
+        with FileStore(tmp_path, quota=10**7) as store:
             kept = store.write(b"", [b"kept"])
-            # Five calls' worth of buffers.
-            frames = [b"xy"] * 2400
+            # Five calls' worth of buffers, and the footer.
+            frames = [bytes(500)] * 2400
             calls = fail_nth(monkeypatch, "writev", nth, number, partial)
             with pytest.raises(StorageFull) as info:
                 store.write(b"", frames)
@@ -585,7 +585,7 @@ class TestFailures:
             store.validate()
             # The next one succeeds.
             receipt = store.write(b"", frames)
-            assert len(calls) == nth + 5
+            assert len(calls) == nth + 6
             assert len(store.read(receipt)[1]) == 2400
 
     @pytest.mark.parametrize("name", ["open", "writev", "close", "rename"])

@@ -197,7 +197,8 @@ def test_a_file_that_is_cut_off_after_it_was_lent(store):
 def test_one_kind_is_not_taken_for_the_other():
     """A record says itself which it is, and a checksum of one is none of the other."""
     seen, unseen = RecordEncoder(), RecordEncoder()
-    seen.add(memoryview(bytes(PAGE)))
+    seen.start(PAGE)
+    seen.feed(memoryview(bytes(PAGE)))
     unseen.pass_by(PAGE)
     payload = memoryview(bytes(PAGE))
     footers = {True: memoryview(seen.finish(b"")), False: memoryview(unseen.finish(b""))}
