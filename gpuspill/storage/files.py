@@ -53,6 +53,8 @@ __all__ = ["FileStore"]
 logger = logging.getLogger(__name__)
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: What says that the directory may be gone.
+_NO_DIRECTORY = {errno.ENOENT, errno.ESTALE}
 #: Less of the quota than this left, and space counts for more than time.
 _SCARCE = 0.1
 
@@ -183,7 +185,7 @@ class FileStore(Store):
         writer = RecordWriter(header, views, self._codecs, scarce, self._clock, counts)
         reservation = self._quota.reserve(writer.expected_nbytes)
         directory = self._directory
-        file = NewFile(directory.fd, str(number), self._check_open)
+        file = NewFile(directory.fd, str(number), directory.unlink, self._check_open)
         try:
             receipt = writer.write(number, file, reservation)
             self._register(receipt, reservation)
@@ -192,7 +194,7 @@ class FileStore(Store):
             file.discard()
             reservation.release()
             if isinstance(exc, OSError) and not isinstance(exc, StorageError):
-                if exc.errno == errno.ENOENT and directory.gone:
+                if exc.errno in _NO_DIRECTORY and directory.gone:
                     raise self._start_anew(directory) from exc
                 raise self._write_error(exc) from exc
             raise
@@ -339,7 +341,7 @@ class FileStore(Store):
 
         Notes
         -----
-        One system call; but it takes about 1 ms for a file of 32 MiB in the page cache, so keep it
+        Two system calls; but it takes about 1 ms for a file of 32 MiB in the page cache, so keep it
         off the event loop. If the file cannot be removed, its bytes stay counted, and it goes with
         the store.
         """
@@ -354,7 +356,7 @@ class FileStore(Store):
             self._active += 1
         counts = Counters(deletes=1)
         try:
-            os.unlink(str(receipt.number), dir_fd=self._directory.fd)
+            self._directory.unlink(str(receipt.number))
         except FileNotFoundError:
             pass
         except OSError as exc:

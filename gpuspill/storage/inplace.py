@@ -109,7 +109,7 @@ def open_in_place(directory_fd: int, name: str, stored: int, nbytes: int) -> tup
     """
     footer = bytearray(nbytes - stored)
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
     except OSError:
         return None
     try:

@@ -47,7 +47,7 @@ def map_file(directory_fd: int, name: str, nbytes: int) -> memoryview | None:
         return None
     with suppress(OSError):
         # Writable only because its address cannot be asked for otherwise.
-        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
         try:
             return map_range(fd, 0, nbytes) if os.fstat(fd).st_size == nbytes else None
         finally:

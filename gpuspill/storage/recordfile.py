@@ -1,4 +1,4 @@
-"""One file of one record: written once, complete or not there at all, and read whole."""
+"""One file of one record: written once, and read whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE_NBYTES = 512 * 2**10
 
 
 class NewFile:
-    """A file that gets its name once it is complete.
+    """A file that is not complete yet. It has a number that no receipt names before it is.
 
     Ends in exactly one of :meth:`publish` and :meth:`discard`; used by one thread.
 
@@ -29,7 +29,9 @@ class NewFile:
     directory_fd
         The open directory to make it in.
     name
-        Its name when complete. Until then it is called `name` with ``.part`` behind.
+        Its name. What has that name already stays, and there is an error.
+    remove
+        ``remove(name)`` removes the file; raises OSError.
     before_each
         Called before each system call that writes; what it raises ends the write.
 
@@ -39,14 +41,21 @@ class NewFile:
         Bytes written so far.
     """
 
-    __slots__ = ("_before_each", "_directory_fd", "_fd", "_name", "_there", "nbytes")
+    __slots__ = ("_before_each", "_directory_fd", "_fd", "_name", "_remove", "_there", "nbytes")
 
-    def __init__(self, directory_fd: int, name: str, before_each: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        directory_fd: int,
+        name: str,
+        remove: Callable[[str], None],
+        before_each: Callable[[], None] | None = None,
+    ) -> None:
         self._directory_fd = directory_fd
         self._name = name
+        self._remove = remove
         self._before_each = before_each
         self._fd: int | None = None
-        self._there: str | None = None
+        self._there = False
         self.nbytes = 0
 
     def append(self, buffers: Sequence[memoryview]) -> None:
@@ -55,14 +64,13 @@ class NewFile:
 
     def _open(self) -> int:
         if self._fd is None:
-            part = self._name + ".part"
             self._fd = os.open(
-                part,
+                self._name,
                 os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
                 0o600,
                 dir_fd=self._directory_fd,
             )
-            self._there = part
+            self._there = True
         return self._fd
 
     def look(self, start: int) -> Iterator[memoryview]:
@@ -121,14 +129,13 @@ class NewFile:
         return True
 
     def publish(self) -> None:
-        """Give the file its name; raises OSError."""
+        """End writing; raises OSError, also if somebody has removed the file meanwhile."""
         assert self._fd is not None
-        assert self._there is not None
+        if not os.fstat(self._fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._name)
         # Some file systems report only here that there was no room.
         fd, self._fd = self._fd, None
         os.close(fd)
-        os.rename(self._there, self._name, src_dir_fd=self._directory_fd, dst_dir_fd=self._directory_fd)
-        self._there = self._name
 
     def discard(self) -> None:
         """Remove the file, whatever state it is in. Never raises."""
@@ -136,10 +143,10 @@ class NewFile:
             fd, self._fd = self._fd, None
             with suppress(OSError):
                 os.close(fd)
-        if self._there is not None:
-            there, self._there = self._there, None
+        if self._there:
+            self._there = False
             try:
-                os.unlink(there, dir_fd=self._directory_fd)
+                self._remove(self._name)
             except FileNotFoundError:
                 pass
             except OSError as exc:
@@ -161,7 +168,8 @@ def open_record(directory_fd: int, name: str) -> Iterator[int]:
     name
         Its name.
     """
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+    # Not blocking: somebody may have put a pipe in its place.
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
         yield fd
     finally:

@@ -73,13 +73,13 @@ class TestSizes:
         for name in ("open", "writev", "preadv", "close", "rename", "unlink", "stat", "fstat", "lseek", "fsync"):
             spy(name)
         receipt = store.write(b"h", [b"x" * 1000])
-        assert calls == ["open", "writev", "close", "rename"]
+        assert calls == ["open", "writev", "fstat", "close"]
         calls.clear()
         store.read(receipt)
         assert calls == ["open", "preadv", "close"]
         calls.clear()
         store.delete(receipt)
-        assert calls == ["unlink"]
+        assert calls == ["stat", "unlink"]
 
     def test_quota_counts_everything_in_the_file(self, tmp_path):
         with FileStore(tmp_path) as store:
@@ -186,6 +186,45 @@ class TestDamage:
         os.symlink(tmp_path / "elsewhere", path)
         with pytest.raises(RecordLost, match="is gone"):
             store.read(receipt)
+        store.delete(receipt)
+        os.unlink(path)
+        assert (tmp_path / "elsewhere").exists()
+
+    def test_replaced_by_a_pipe(self, store, receipt, path):
+        os.unlink(path)
+        os.mkfifo(path)
+        with pytest.raises(StorageError, match="Illegal seek"):  # and waits for nobody
+            store.read(receipt)
+        store.delete(receipt)
+        os.unlink(path)
+
+    def test_replaced_while_it_is_written(self, store, monkeypatch, path):
+        writev = os.writev
+
+        def replaced(fd, buffers):
+            name = os.path.join(store.path, "2")
+            os.rename(name, f"{name}-moved")
+            with open(name, "wb") as file:
+                file.write(b"theirs")
+            os.link(name, f"{name}-theirs")
+            os.unlink(f"{name}-moved")
+            return writev(fd, buffers)
+
+        monkeypatch.setattr(os, "writev", replaced)
+        with pytest.raises(StorageError, match="No such file"):
+            store.write(b"", [b"x"])
+        for name in ("2", "2-theirs"):
+            with open(os.path.join(store.path, name), "rb") as file:
+                assert file.read() == b"theirs"
+            os.unlink(os.path.join(store.path, name))
+
+    def test_a_name_that_is_taken_already(self, store, receipt):
+        name = os.path.join(store.path, "2")
+        os.mkdir(name)
+        with pytest.raises(StorageError, match="File exists"):
+            store.write(b"", [b"x"])
+        assert contents(store.read(store.write(b"", [b"y"]))) == (b"", [b"y"])
+        os.rmdir(name)
 
     def test_replaced_by_a_directory(self, store, receipt, path):
         os.unlink(path)
@@ -509,9 +548,7 @@ class TestStreams:
         """So no more than one is held; and the file is what it would be if all had come at once."""
         sizes = []
         stream = Pieces(*[os.urandom(1000) for _ in range(5)])
-        stream.between = lambda number: sizes.append(
-            os.path.getsize(os.path.join(store.path, "1.part")) if number else None
-        )
+        stream.between = lambda number: sizes.append(os.path.getsize(os.path.join(store.path, "1")) if number else None)
         with open(store.path_of(store.write(b"h", [b"first", stream])), "rb") as file:
             found = file.read()
         assert sizes == [None, 1064, 2064, 3064, 4064]
@@ -588,7 +625,7 @@ class TestFailures:
             assert len(calls) == nth + 6
             assert len(store.read(receipt)[1]) == 2400
 
-    @pytest.mark.parametrize("name", ["open", "writev", "close", "rename"])
+    @pytest.mark.parametrize("name", ["open", "writev", "close", "fstat"])
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES, errno.EROFS])
     def test_any_call_of_a_write(self, store, monkeypatch, name, number):
         fail_nth(monkeypatch, name, 1, number)
@@ -710,7 +747,7 @@ class TestConcurrency:
         return arrived, go_on
 
     @pytest.mark.parametrize("after", [False, True])
-    @pytest.mark.parametrize("name", ["open", "writev", "close", "rename"])
+    @pytest.mark.parametrize("name", ["open", "writev", "close", "fstat"])
     def test_close_while_writing(self, tmp_path, monkeypatch, name, after):
         store = FileStore(tmp_path)
         store.write(b"", [b"another"])

@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import pathlib
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gpuspill.errors import StorageError
-from gpuspill.storage import directory as module
 from gpuspill.storage.directory import PREFIX, PrivateDirectory, sweep_leftovers
 from gpuspill.storage.files import FileStore
+from tests.storage.leftovers import leave, snapshot
 
 
 @pytest.fixture
@@ -30,17 +32,6 @@ def make(tmp_path):
     yield make
     for directory in made:
         directory.remove()
-
-
-def leave(parent, name="1-abc", lock=True, files=("1", "2.part")):
-    """Make what a process that was killed would have left."""
-    path = parent / (PREFIX + name)
-    path.mkdir(mode=0o700)
-    if lock:
-        (path / "lock").touch()
-    for file in files:
-        (path / file).write_bytes(b"old")
-    return path
 
 
 class TestPrivateDirectory:
@@ -103,6 +94,7 @@ class TestPrivateDirectory:
         directory = make()
         os.unlink(os.path.join(directory.path, "lock"))
         os.rmdir(directory.path)
+        assert directory.gone
         directory.remove()
 
     def test_something_that_no_store_makes_is_left(self, make, caplog):
@@ -115,16 +107,66 @@ class TestPrivateDirectory:
         assert "Could not remove everything" in caplog.text
         os.removedirs(os.path.join(directory.path, "sub", "sub"))
 
-    def test_links_are_removed_not_followed(self, tmp_path, make):
+    def test_links_are_neither_followed_nor_removed(self, tmp_path, make):
         precious = tmp_path / "precious"
         precious.mkdir()
         (precious / "file").write_text("x")
         directory = make(tmp_path / "parent")
-        os.symlink(precious, os.path.join(directory.path, "1"))
-        os.symlink(precious / "file", os.path.join(directory.path, "2"))
+        path = pathlib.Path(directory.path)
+        (path / "1").symlink_to(precious)
+        (path / "2").symlink_to(precious / "file")
+        (path / "3").hardlink_to(precious / "file")
+        before = snapshot(precious)
         directory.remove()
-        assert not os.path.exists(directory.path)
-        assert (precious / "file").read_text() == "x"
+        assert snapshot(precious) == before
+        assert sorted(os.listdir(path)) == ["1", "2", "3"]
+        shutil.rmtree(path)
+
+    def test_a_name_that_another_directory_has_by_now(self, tmp_path, make):
+        directory = make()
+        os.rename(directory.path, tmp_path / "moved")
+        os.mkdir(directory.path)
+        directory.remove()
+        assert sorted(os.listdir(tmp_path)) == sorted([os.path.basename(directory.path), "moved"])
+        os.rmdir(directory.path)
+
+    def test_replaced_while_it_is_made(self, tmp_path, monkeypatch):
+        mkdir = os.mkdir
+        theirs = []
+
+        def replaced(name, mode=0o777, *, dir_fd=None):
+            mkdir(name, mode, dir_fd=dir_fd)
+            if dir_fd is not None and not theirs:
+                theirs.append(tmp_path / name)
+                os.rename(theirs[0], tmp_path / "moved")
+                mkdir(theirs[0])
+                (theirs[0] / "lock").write_text("theirs")
+
+        monkeypatch.setattr(os, "mkdir", replaced)
+        with FileStore(tmp_path) as store:
+            assert store.path != str(theirs[0])
+            assert (theirs[0] / "lock").read_text() == "theirs"
+        assert (theirs[0] / "lock").read_text() == "theirs"
+        shutil.rmtree(theirs[0])
+
+    def test_the_mode_whatever_the_umask_takes_away(self, make):
+        before = os.umask(0o100)
+        try:
+            directory = make()
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE(os.stat(directory.path).st_mode) == 0o700
+
+    def test_a_disk_without_room_for_the_marker(self, tmp_path, make, monkeypatch, caplog):
+        def pwrite(fd, data, offset):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        directory = make()
+        monkeypatch.undo()
+        assert "stays if this process is killed" in caplog.text
+        directory.remove()
+        assert os.listdir(tmp_path) == []
 
     def test_replaced_by_a_link_while_in_use(self, tmp_path):
         precious = tmp_path / "precious"
@@ -157,13 +199,13 @@ class TestPrivateDirectory:
         directory.remove()
         assert os.listdir(tmp_path) == []
 
-    @pytest.mark.parametrize("call", ["mkdir", "open", "flock", "stat"])
+    @pytest.mark.parametrize("call", ["mkdir", "open", "flock"])
     def test_failing_to_make_one_leaves_nothing(self, tmp_path, monkeypatch, call):
         target = fcntl if call == "flock" else os
         real = getattr(target, call)
 
         def fail(path, *args, **kwargs):
-            if call in ("open", "stat") and path != "lock":
+            if call == "open" and path != "lock":
                 return real(path, *args, **kwargs)
             raise OSError(errno.EIO, "Input/output error")
 
@@ -171,8 +213,6 @@ class TestPrivateDirectory:
         with pytest.raises(StorageError, match="Input/output error"):
             PrivateDirectory(tmp_path)
         monkeypatch.undo()
-        # At most what the next start sweeps.
-        sweep_leftovers(tmp_path)
         assert os.listdir(tmp_path) == []
 
     def test_forked_child_leaves_the_parents_files_alone(self, tmp_path):
@@ -205,11 +245,9 @@ class TestPrivateDirectory:
 
 class TestSweep:
     def test_leftovers_go(self, tmp_path):
-        leave(tmp_path, "1-a")
-        leave(tmp_path, "2-b", lock=False)
-        leave(tmp_path, "3-c", files=())
-        leave(tmp_path, "4-d", lock=False, files=())
-        assert sweep_leftovers(tmp_path) == 4
+        leave(tmp_path)
+        leave(tmp_path, files=())
+        assert sweep_leftovers(tmp_path) == 2
         assert os.listdir(tmp_path) == []
 
     def test_a_new_store_sweeps(self, tmp_path):
@@ -249,33 +287,6 @@ class TestSweep:
         for path in tmp_path.glob(PREFIX + "*"):
             path.unlink()
 
-    def test_what_no_store_made_stays_in_place(self, tmp_path):
-        path = leave(tmp_path)
-        (path / "sub").mkdir()
-        assert sweep_leftovers(tmp_path) == 0
-        assert [entry.name for entry in path.iterdir()] == ["sub"]
-        (path / "sub").rmdir()
-        assert sweep_leftovers(tmp_path) == 1
-
-    def test_a_lock_that_is_a_link_is_not_followed(self, tmp_path):
-        target = tmp_path / "target"
-        path = leave(tmp_path, lock=False)
-        (path / "lock").symlink_to(target)
-        assert sweep_leftovers(tmp_path) == 0
-        assert not target.exists()
-        (path / "lock").unlink()
-        assert sweep_leftovers(tmp_path) == 1
-
-    def test_another_users_directory(self, tmp_path, monkeypatch):
-        path = leave(tmp_path, lock=False)
-        me = os.geteuid()
-        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-        assert sweep_leftovers(tmp_path) == 0
-        monkeypatch.undo()
-        # Not even a lock file was made in it.
-        assert sorted(entry.name for entry in path.iterdir()) == ["1", "2.part"]
-        assert sweep_leftovers(tmp_path) == 1
-
     def test_killed_process(self, tmp_path):
         code = f"""
             import sys
@@ -302,7 +313,7 @@ class TestRaces:
     """A sweep at every point of a store being made, and of another sweep."""
 
     @pytest.mark.parametrize("when", ["before", "after"])
-    @pytest.mark.parametrize("call", ["mkdir", "open", "flock", "stat", "fstat"])
+    @pytest.mark.parametrize("call", ["mkdir", "open", "flock", "pwrite", "fstat"])
     @pytest.mark.parametrize("nth", range(4))
     def test_sweep_while_a_store_is_made(self, tmp_path, monkeypatch, when, call, nth):
         target = fcntl if call == "flock" else os
@@ -314,10 +325,10 @@ class TestRaces:
             if len(calls) - 1 != nth:
                 return real(*args, **kwargs)
             if when == "before":
-                sweep_leftovers(tmp_path)
+                assert sweep_leftovers(tmp_path) == 0
             result = real(*args, **kwargs)
             if when == "after":
-                sweep_leftovers(tmp_path)
+                assert sweep_leftovers(tmp_path) == 0
             return result
 
         monkeypatch.setattr(target, call, with_sweep)
@@ -330,11 +341,11 @@ class TestRaces:
             assert os.listdir(tmp_path) == [os.path.basename(store.path)]
         assert os.listdir(tmp_path) == []
 
-    @pytest.mark.parametrize("call", ["open", "flock", "stat", "listdir", "unlink", "rmdir"])
+    @pytest.mark.parametrize("call", ["open", "flock", "stat", "fstat", "listdir", "unlink", "rmdir", "pread"])
     @pytest.mark.parametrize("nth", range(5))
     def test_a_store_made_and_a_sweep_while_sweeping(self, tmp_path, monkeypatch, call, nth):
-        leave(tmp_path, "1-a")
-        leave(tmp_path, "2-b", lock=False)
+        leave(tmp_path)
+        leave(tmp_path)
         target = fcntl if call == "flock" else os
         real = getattr(target, call)
         calls = []
@@ -353,36 +364,7 @@ class TestRaces:
             receipt = store.write(b"", [b"x"])
             assert bytes(store.read(receipt)[1][0]) == b"x"
             store.close()
-        assert os.listdir(tmp_path) == []
-
-    def test_a_lock_file_that_was_made_anew(self, tmp_path, monkeypatch):
-        # Between a creator's opening and locking the file, one sweeper removes it, and another makes and locks its own.
-        flock = fcntl.flock
-        theirs = []
-
-        def replaced(fd, operation):
-            if not theirs:
-                (path,) = tmp_path.iterdir()
-                (path / "lock").unlink()
-                theirs.append(open(path / "lock", "w"))  # noqa: SIM115
-                flock(theirs[0], operation)
-            flock(fd, operation)
-
-        monkeypatch.setattr(fcntl, "flock", replaced)
-        with FileStore(tmp_path, sweep=False) as store:
-            assert len(os.listdir(tmp_path)) == 2
-            # The first directory is theirs to remove, so the store must not be in it.
-            assert not os.path.samestat(os.stat(os.path.join(store.path, "lock")), os.fstat(theirs[0].fileno()))
-        theirs[0].close()
-        assert sweep_leftovers(tmp_path) == 1
-
-    def test_giving_up_in_the_end(self, tmp_path, monkeypatch):
-        # A sweeper that always wins.
-        monkeypatch.setattr(module, "_take_lock", lambda fd: None)
-        with pytest.raises(StorageError, match="no free name"):
-            PrivateDirectory(tmp_path)
-        monkeypatch.undo()
-        sweep_leftovers(tmp_path)
+        sweep_leftovers(tmp_path)  # what each of the two left to the other
         assert os.listdir(tmp_path) == []
 
     def test_threads(self, tmp_path):
