@@ -425,7 +425,7 @@ def test_closing_answers_all_whose_reads_have_not_begun(kit):
     many = kit.manager.get_many("abcdef")
     alone = kit.manager.get_many("f")
     kit.store.wait_for("read", 2)
-    waiting = kit.start(kit.manager.get, "e")
+    waiting = kit.manager.get_many("e")
     with closing(kit):
         kit.store.let_all_go()
     for future in many, alone, waiting:
@@ -775,3 +775,123 @@ def test_finalisers_that_use_the_store(kit):
     gc.collect()
     assert len(used) == 600
     manager.validate()
+
+
+# -- taking over what is in line -------------------------------------------------------------------------
+
+
+def stuck(kit: Kit) -> None:
+    """Keep both restore threads busy with reading for others."""
+    for key in "xy":
+        kit.on_disk(key)
+    pins = kit.manager.pin("xy")
+    kit.manager.export(pins).add_done_callback(lambda _: pins.release())
+    kit.store.wait_for("read", 2)
+
+
+def let_own_reads_go(kit: Kit, count: int) -> None:
+    """Let so many reads go on that threads of the test do themselves, one after another."""
+    done: list[Any] = []
+
+    def mine() -> list[Any]:
+        return [op for op in kit.store._of("read") if op.thread.startswith("test") and op not in done]
+
+    for _ in range(count):
+        with kit.store._changed:
+            assert kit.store._changed.wait_for(mine, TIMEOUT), "it waits for a restore thread"
+            done += mine()
+        done[-1].let_go()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("how", ["get", "task"])
+def test_who_needs_a_value_takes_over_the_read_that_waits_for_a_thread(kit, ahead, how):
+    for key in "abcd":
+        kit.on_disk(key)
+    stuck(kit)
+    many = None
+    if ahead:
+        assert kit.manager.prefetch("abcd") == 4
+    else:
+        many = kit.manager.get_many("abcd")
+    if how == "get":
+        read = kit.start(kit.manager.get, "a")
+        let_own_reads_go(kit, 1)
+        assert read.result(TIMEOUT).content == "a"
+    else:
+        with kit.manager.admit(None, "abcd") as admission:
+            task = kit.start(kit.manager.materialize, admission)
+            let_own_reads_go(kit, 4)
+            value = task.result(TIMEOUT)
+        assert {key: found.content for key, found in value.items()} == {key: key for key in "abcd"}
+        assert many is None or many.result(TIMEOUT) == value, "each was read once, for all"
+        assert kit.store.waiting("read") == 2, "it was done while the restore threads are still busy"
+    kit.manager.validate()
+    kit.store.let_all_go()
+    assert set(kit.manager.get_many("abcd").result(TIMEOUT)) == set("abcd")
+    assert kit.manager.statistics().restores == 4, "what was taken over is not read once more"
+
+
+def test_restore_threads_read_for_tasks_first_then_what_is_sent_then_ahead():
+    kit = Kit(restore_threads=1)
+    try:
+        keys = [f"{kind} {n}" for kind in ("ahead", "sent", "task") for n in range(2)]
+        for key in ["first", *keys]:
+            kit.on_disk(key)
+        order: list[Any] = []
+
+        class Loader(PickleSerializer):
+            def loads(self, header, frames):
+                value = super().loads(header, frames)
+                order.append(value.content)
+                return value
+
+        kit.manager._decoder._serializer = Loader()
+        first = kit.manager.get_many(["first"])
+        (busy,) = kit.store.wait_for("read")
+        assert kit.manager.prefetch(keys[:2]) == 2
+        sent = kit.manager.get_many(keys[2:4])
+        with kit.manager.admit(None, keys[4:]) as admission:
+            task = kit.manager.materialize_later(admission)
+            with kit.manager.pin(keys[1:2]) as pins:
+                moved_up = kit.manager.export(pins)
+                kit.store.let_all_go()
+                busy.let_go()
+                for future in first, sent, task, moved_up:
+                    future.result(TIMEOUT)
+        both(kit.manager.get_many(keys))
+        assert order == ["first", "task 0", "task 1", "sent 0", "sent 1", "ahead 1", "ahead 0"]
+    finally:
+        kit.close()
+
+
+class Reading:
+    """When it is rebuilt it reads another value of the store."""
+
+    nbytes = 100
+    manager: ProxifyManager
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.key = state["key"]
+        self.found = Reading.manager.get(self.key)
+
+
+def test_a_deserialiser_that_reads_a_value_which_waits_for_its_own_thread():
+    kit = Kit(restore_threads=1)
+    Reading.manager = kit.manager
+    try:
+        kit.on_disk("a")
+        kit.manager.store("reads a", Reading("a"))
+        kit.on_disk("reads a")
+        kit.manager.store("reads it", Reading("reads a"))
+        kit.on_disk("reads it")
+        kit.store.let_all_go()
+        many = kit.manager.get_many(["reads it", "reads a", "a"]).result(TIMEOUT)
+        assert many["reads it"].found is many["reads a"]
+        assert many["reads a"].found is many["a"]
+    finally:
+        del Reading.manager
+        kit.close()

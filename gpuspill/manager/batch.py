@@ -18,7 +18,8 @@ from gpuspill.manager.admitting import Admitter
 from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.restore import Restorer, lost_error
 from gpuspill.manager.serialization import Encoded, Serializer
-from gpuspill.manager.threads import Engine
+from gpuspill.manager.slots import Restore
+from gpuspill.manager.threads import Engine, Urgency
 
 __all__ = ["Gatherer"]
 
@@ -87,8 +88,8 @@ class Gatherer:
     def materialize(self, admission: Admission) -> dict[Hashable, Any]:
         """Return the values of the inputs of a granted admission, reading what is on disk.
 
-        Blocks. The calling thread reads one of them itself while the restore threads read the others. What is left of
-        the promise for inputs is given back.
+        Blocks. The calling thread reads all that no restore thread has begun to read meanwhile. What is left of the
+        promise for inputs is given back.
         """
         values: dict[Hashable, Any] = {}
         absent = []
@@ -102,10 +103,14 @@ class Gatherer:
                 else:
                     absent.append((key, pid))
         if absent:
-            futures = [(key, self._restorer.start(key, pid, admission)) for key, pid in absent[1:]]
+            futures = [(key, pid, self._restorer.start(key, pid, admission)) for key, pid in absent[1:]]
             key, pid = absent[0]
             values[key] = self._restorer.bring(key, pid, admission)
-            for key, future in futures:
+            # From the other end than the restore threads.
+            for _, pid, future in reversed(futures):
+                if isinstance(future, Restore):
+                    self._restorer.run(pid, future)
+            for key, _, future in futures:
                 values[key] = self._restorer.outcome(key, future)
         self._admitter.settle_inputs(admission)
         for nbytes in hits:
@@ -130,7 +135,8 @@ class Gatherer:
             self._admitter.settle_inputs(admission)
             result.set_result({})
             return
-        pending = [(key, self._restorer.start(key, pid, admission)) for key, pid in admission.pids.items()]
+        urgency = Urgency.TASK if admission.reservation.kind is Kind.TASK else Urgency.SEND
+        pending = [(key, self._restorer.start(key, pid, admission, urgency)) for key, pid in admission.pids.items()]
         self._deliver(pending, result, partial(self._admitter.settle_inputs, admission))
 
     # -- as they are ---------------------------------------------------------------------------------
@@ -184,7 +190,7 @@ class Gatherer:
     def decode(self, encoded: Encoded) -> Future[Any]:
         """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""
         result: Future[Any] = Future()
-        if not self._engine.submit(partial(self._decode, encoded, result)):
+        if not self._engine.submit(partial(self._decode, encoded, result), Urgency.SEND):
             result.set_exception(ManagerClosed("the store was closed"))
         return result
 
@@ -207,6 +213,7 @@ class Gatherer:
         A restore in flight is joined here and not on a restore thread: it may be queued behind that very thread.
         """
         future: Future[Any] = Future()
+        joined: Restore | None = None
         with self._metadata:
             try:
                 entry = self._metadata.entry(key, pid)
@@ -216,13 +223,15 @@ class Gatherer:
                 if entry.resident:
                     future.set_result(slot.value)
                     return future
-                if slot.restoring is not None:
-                    return slot.restoring
-                if self._metadata.closed:
+                joined = slot.restoring
+                if joined is None and self._metadata.closed:
                     raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
             except Exception as error:
                 future.set_exception(error)
                 return future
+        if joined is not None:
+            self._restorer.queue(key, pid, joined, Urgency.SEND)
+            return joined
 
         def read() -> None:
             try:
@@ -233,7 +242,7 @@ class Gatherer:
                 if is_for_caller(error):
                     raise
 
-        if not self._engine.submit(partial(copy_context().run, read)):
+        if not self._engine.submit(partial(copy_context().run, read), Urgency.SEND):
             future.set_exception(ManagerClosed(f"the store was closed before {key!r} was read"))
         return future
 

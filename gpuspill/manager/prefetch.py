@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from concurrent.futures import Future
 from functools import partial
 
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
 from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.restore import Restorer
+from gpuspill.manager.slots import Restore
+from gpuspill.manager.threads import Urgency
 
 __all__ = ["Prefetcher"]
 
@@ -78,7 +79,7 @@ class Prefetcher:
         int
             How many restores were begun.
         """
-        begun: list[tuple[Hashable, int]] = []
+        begun: list[tuple[Hashable, int, Restore]] = []
         with self._metadata as state:
             if self._metadata.closed or self._metadata.nested:
                 return 0
@@ -89,8 +90,8 @@ class Prefetcher:
                 order = state.uses.next(key)
                 if not state.begin_prefetch(entry.pid, () if order is None else order):
                     break
-                self._metadata.slots[entry.pid].restoring = Future()
-                begun.append((key, entry.pid))
-        for key, pid in begun:
-            self._restorer.submit(key, pid)
+                restore = self._metadata.slots[entry.pid].restoring = Restore()
+                begun.append((key, entry.pid, restore))
+        for key, pid, restore in begun:
+            self._restorer.queue(key, pid, restore, Urgency.AHEAD)
         return len(begun)

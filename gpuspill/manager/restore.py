@@ -1,7 +1,8 @@
 """Bringing values back: once, however many threads want them.
 
 The first thread that wants a spilled value reads it, in its own time; the others wait for its future and get the same
-object.
+object. What waits in line for a restore thread is taken over by a thread that needs it: so nobody waits for a line, and
+reading ahead never makes a read slower.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.observer import Observer
 from gpuspill.manager.serialization import Encoded, Serializer
 from gpuspill.manager.sharing import Sharing
-from gpuspill.manager.threads import Engine
+from gpuspill.manager.slots import Restore
+from gpuspill.manager.threads import Engine, Urgency
 from gpuspill.storage.base import Borrow, Receipt, Store
 from gpuspill.storage.inplace import InPlace
 
@@ -99,28 +101,27 @@ class Restorer:
             self._metadata.state.touch(entry.pid)
         return self._metadata.slots[entry.pid].value
 
-    def _begin(self, key: Hashable, pid: int, admission: Admission | None) -> tuple[Future[Any], bool]:
-        """Join a restore in flight or begin one; the flag tells whether the caller has to run it.
+    def _begin(self, key: Hashable, pid: int, admission: Admission | None) -> Restore:
+        """Join a restore in flight or begin one. Whoever claims it has to run it.
 
         Decoding a value that came as bytes is a restore from memory: the proxy is pinned instead of moving.
         """
         slot = self._metadata.slots[pid]
+        state = self._metadata.state
         if slot.loss is not None:
             raise lost_error(key, slot.loss)
         if slot.restoring is not None:
-            return slot.restoring, False
-        state = self._metadata.state
-        slot.reader = None
+            state.touch(pid)
+            return slot.restoring
         if isinstance(slot.value, Encoded):
             state.pin(pid)
-            slot.restoring = Future()
-            return slot.restoring, True
-        if self._metadata.closed:
-            raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
-        self.misses += 1
-        state.begin_restore(pid, None if admission is None else admission.reservation)
-        slot.restoring = Future()
-        return slot.restoring, True
+        else:
+            if self._metadata.closed:
+                raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+            self.misses += 1
+            state.begin_restore(pid, None if admission is None else admission.reservation)
+        slot.restoring = Restore()
+        return slot.restoring
 
     # -- without the lock ----------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class Restorer:
             self._observer("memory-read", nbytes, "bytes")
 
     def bring(self, key: Hashable, pid: int | None = None, admission: Admission | None = None) -> Any:
-        """Return the value of a proxy, restoring it in this thread if nobody else does. Blocks.
+        """Return the value of a proxy, restoring it in this thread unless another one is at it. Blocks.
 
         Parameters
         ----------
@@ -154,11 +155,11 @@ class Restorer:
             pid = entry.pid
             if self.ready(entry):
                 return self.hit(entry)
-            if self._may_not_wait or self._metadata.slots[pid].reader == threading.get_ident():
+            before = self._metadata.slots[pid].restoring
+            if self._may_not_wait or (before is not None and before.reader == threading.get_ident()):
                 return self._copy(key, pid)
-            future, ours = self._begin(key, pid, admission)
-            if ours:
-                self._metadata.slots[pid].reader = threading.get_ident()
+            future = self._begin(key, pid, admission)
+            ours = future.claim()
         if threading.get_ident() == self.loop_thread and not future.done():
             self.loop_io += 1
         if ours:
@@ -167,8 +168,10 @@ class Restorer:
             return self._copy(key, pid)
         return self.outcome(key, future)
 
-    def start(self, key: Hashable, pid: int, admission: Admission | None = None) -> Future[Any]:
-        """Return a future of the value, restored on a restore thread if nobody does it already.
+    def start(
+        self, key: Hashable, pid: int, admission: Admission | None = None, urgency: Urgency = Urgency.TASK
+    ) -> Future[Any]:
+        """Return a future of the value, restored on a restore thread unless another thread claims it first.
 
         Never blocks and never raises: what :meth:`bring` raises is in the future.
         """
@@ -182,12 +185,11 @@ class Restorer:
                 if self._may_not_wait:
                     done.set_result(self._copy(key, pid))
                     return done
-                future, ours = self._begin(key, pid, admission)
+                future = self._begin(key, pid, admission)
             except BaseException as error:
                 done.set_exception(answerable(error))
                 return done
-        if ours:
-            self.submit(key, pid)
+        self.queue(key, pid, future, urgency)
         return future
 
     def _copy(self, key: Hashable, pid: int) -> Any:
@@ -206,17 +208,37 @@ class Restorer:
             return self._serializer.loads(slot.value.header, frames)
         if slot.receipt is None or self._metadata.closed:
             raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
-        return self._serializer.loads(*self._store.read(slot.receipt))
+        try:
+            record = self._store.read(slot.receipt)
+        except DataLostError as error:
+            raise lost_error(key, error.message) from error
+        return self._serializer.loads(*record)
 
-    def submit(self, key: Hashable, pid: int) -> None:
-        """Run a restore that was begun under the lock on a restore thread."""
+    def queue(self, key: Hashable, pid: int, future: Restore, urgency: Urgency) -> None:
+        """Put a restore that was begun in line for the restore threads, unless it is being done or as far in front."""
+        with self._metadata:
+            if future.reader is not None or (future.urgency is not None and future.urgency <= urgency):
+                return
+            # Where it was in line before, it will be found done.
+            future.urgency = urgency
         # In a copy of the caller's context, by which the observer tells on whose behalf it is read.
-        if self._engine.submit(partial(copy_context().run, self._restore, pid)):
+        if self._engine.submit(partial(copy_context().run, self.run, pid, future), urgency):
+            return
+        with self._metadata:
+            ours = future.claim()
+        if not ours:
             return
         if isinstance(self._metadata.slots[pid].value, Encoded):
             self._restore(pid)  # what is in memory stays readable, and no thread is left to decode it
         else:
             self._fail(pid, ManagerClosed(f"the store was closed before {key!r} was read"))
+
+    def run(self, pid: int, future: Restore) -> None:
+        """Do, in this thread, a restore that was begun, unless a thread has claimed it. Blocks."""
+        with self._metadata:
+            ours = future.claim()
+        if ours:
+            self._restore(pid)
 
     @staticmethod
     def outcome(key: Hashable, future: Future[Any]) -> Any:
@@ -228,9 +250,8 @@ class Restorer:
             raise lost_error(key, error.message) from error
 
     def _restore(self, pid: int) -> None:
-        """Bring a value back. Whoever calls this began the restore under the lock. Never raises an Exception."""
+        """Bring a value back. Whoever calls this has claimed the restore. Never raises an Exception."""
         slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy that moves or is pinned
-        slot.reader = threading.get_ident()
         if isinstance(slot.value, Encoded):
             self._decode(pid, slot.value)
             return
@@ -251,7 +272,7 @@ class Restorer:
                 raise
             return
         with self._metadata as state:
-            future, slot.reader = slot.restoring, None
+            future = slot.restoring
             assert future is not None
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
@@ -273,7 +294,7 @@ class Restorer:
                 gone = entry is None or entry.state is not State.SPILLED or self._metadata.closed
                 if entry is None or gone or self._metadata.slots[entry.pid].ghost is None:
                     continue
-                self._begin(key, entry.pid, None)
+                self._begin(key, entry.pid, None).claim()
             self._restore(entry.pid)
 
     def _decode(self, pid: int, encoded: Encoded) -> None:
@@ -286,7 +307,7 @@ class Restorer:
         except BaseException as caught:
             error = caught
         with self._metadata as state:
-            future, slot.restoring, slot.reader = slot.restoring, None, None
+            future, slot.restoring = slot.restoring, None
             assert future is not None
             if error is None:
                 self._metadata.slots.attach(pid, value)
@@ -338,7 +359,8 @@ class Restorer:
                     if entry.moving or self._metadata.closed:
                         # Whoever restores it finds out, and says so to all.
                         raise lost_error(key, error.message) from error
-                    future, _ = self._begin(key, pid, None)
+                    future = self._begin(key, pid, None)
+                    future.claim()
                 self._restore(pid)
                 return self.outcome(key, future)
 
@@ -373,7 +395,7 @@ class Restorer:
             if self._metadata.closed and not isinstance(error, ManagerClosed):
                 error = ManagerClosed(f"the store was closed while {slot.key!r} was read: {error}")
             lost = isinstance(error, DataLostError)
-            future, slot.restoring, slot.reader = slot.restoring, None, None
+            future, slot.restoring = slot.restoring, None
             assert future is not None
             if lost:
                 slot.loss = str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from gpuspill.core.ledger import Entry
 from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import Receipt
 
-__all__ = ["Custody", "Slot", "Slots"]
+__all__ = ["Custody", "Restore", "Slot", "Slots"]
 
 #: After so many refusals a value that somebody else holds is evicted all the same, if a weak reference can keep its
 #: identity.
@@ -42,6 +43,33 @@ class Custody(Protocol):
         ...
 
 
+class Restore(Future[Any]):
+    """A restore, or a decoding, that was begun: what those who want the value wait for.
+
+    It is done by the first thread that claims it, be that a restore thread for which it is in line or one that needs
+    the value and would have to wait. Guarded by the metadata lock.
+
+    Attributes
+    ----------
+    reader
+        Identifier of the thread that has claimed it.
+    urgency
+        On whose behalf it is in line; a lower number is sooner. None while it is not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader: int | None = None
+        self.urgency: int | None = None
+
+    def claim(self) -> bool:
+        """Whether the caller, who is the first to ask, has to do it."""
+        if self.reader is not None:
+            return False
+        self.reader = threading.get_ident()
+        return True
+
+
 class Slot(Entry):
     """One value, wherever it is: what the core keeps of it, and what the manager does.
 
@@ -61,9 +89,7 @@ class Slot(Entry):
     receipt
         Its record, if there is one.
     restoring
-        The future of a restore or of a decoding in flight: single flight.
-    reader
-        Identifier of the thread that does it, once one does.
+        The restore or decoding in flight: single flight.
     ghost, ghost_id
         Gives a value that was evicted while somebody held it, as long as it is alive, and its identity.
     found_held
@@ -80,7 +106,6 @@ class Slot(Entry):
         "key",
         "kind",
         "loss",
-        "reader",
         "receipt",
         "restoring",
         "sizeof",
@@ -95,8 +120,7 @@ class Slot(Entry):
         self.sizeof = 0
         self.device_nbytes = 0
         self.receipt: Receipt | None = None
-        self.restoring: Future[Any] | None = None
-        self.reader: int | None = None
+        self.restoring: Restore | None = None
         self.ghost: Callable[[], Any] | None = None
         self.ghost_id = 0
         self.found_held = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from gpuspill.manager.threads import Urgency
+
 __all__ = ["ManualEngine"]
 
 
@@ -20,8 +22,10 @@ class ManualEngine:
     ----------
     wanted
         Whether spill threads were woken since they last found nothing to do.
-    restores, reaps
-        What restore threads and the reaper would do next.
+    restores
+        What restore threads would do next, the most urgent first.
+    reaps
+        What the reaper would do next.
     """
 
     def __init__(
@@ -29,7 +33,7 @@ class ManualEngine:
     ) -> None:
         self._step = spill_step
         self.wanted = False
-        self.restores: deque[Callable[[], None]] = deque()
+        self.restores: list[tuple[Urgency, Callable[[], None]]] = []
         self.reaps: deque[Callable[[], None]] = deque()
         self.spilling_here = False
         self._closed = False
@@ -38,11 +42,12 @@ class ManualEngine:
         """Note that there may be something to spill."""
         self.wanted = True
 
-    def submit(self, work: Callable[[], None]) -> bool:
+    def submit(self, work: Callable[[], None], urgency: Urgency = Urgency.TASK) -> bool:
         """Keep `work` for a restore thread."""
         if self._closed:
             return False
-        self.restores.append(work)
+        self.restores.append((urgency, work))
+        self.restores.sort(key=lambda item: item[0])  # which leaves those of one urgency in order
         return True
 
     def reap(self, work: Callable[[], None]) -> None:
@@ -77,7 +82,8 @@ class ManualEngine:
         """Be a restore thread for one piece of work; return whether there was one."""
         if not self.restores:
             return False
-        self.restores.popleft()()
+        _, work = self.restores.pop(0)
+        work()
         return True
 
     def reap_all(self) -> None:

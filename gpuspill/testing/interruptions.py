@@ -25,13 +25,13 @@ class Interruptions:
         self.depth = 0
         self.failures = 0
         self._actions: list[Callable[[], object]] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def add(self, action: Callable[[], object]) -> None:
         """Do something in the middle of the next operation."""
         self._actions.append(action)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Let the next operation end with an error."""
         self._error = error
 

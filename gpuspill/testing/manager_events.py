@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -146,7 +147,7 @@ class ManagerEvents:
             self.kit.manager.store(what.key, value)
             self.model.values[what.key] = made
             made.lost = False
-            assert self.kit.manager.peek(what.key) is value or self.model.blocks(what.key)
+            assert self.kit.manager.peek(what.key) is value or self.model.returning(what.key)
 
     def discard(self, what: What) -> None:
         """Delete a key, or one that does not exist."""
@@ -317,8 +318,9 @@ class ManagerEvents:
 
     def fail_next(self, what: What) -> None:
         """The next write or read fails."""
-        errors: list[Exception] = [StorageFull(28, "full"), StorageError(5, "broken"), OSError(4, "interrupted")]
-        self.interruptions.fail(pick(errors[:2], what.i))
+        # The last would end a thread: what waits for it must be answered all the same.
+        errors: list[BaseException] = [StorageFull(28, "full"), StorageError(5, "broken"), CancelledError("deadly")]
+        self.interruptions.fail(pick(errors, what.i))
 
     def during_next(self, what: What) -> None:
         """Something happens in the middle of the next write or read."""

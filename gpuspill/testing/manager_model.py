@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuspill.core.residency import State
-from gpuspill.errors import DataLostError, StorageError
+from gpuspill.errors import DataLostError, ReadInterrupted, StorageError, answerable
 from gpuspill.manager.serialization import Encoded, PickleSerializer
+from gpuspill.manager.slots import Restore
 from gpuspill.testing.interruptions import Interruptions
 from gpuspill.testing.managers import Bench
 from gpuspill.testing.values import Made
@@ -21,9 +22,12 @@ KEYS = "abcdef"
 
 
 def _decoded(value: Any) -> Any:
-    if isinstance(value, Encoded):
+    if not isinstance(value, Encoded):
+        return value
+    try:
         return PickleSerializer().loads(value.header, [memoryview(bytearray(frame)) for frame in value.frames])
-    return value
+    except GeneratorExit as error:
+        raise answerable(error) from error
 
 
 @dataclass(eq=False)
@@ -73,7 +77,7 @@ class ManagerModel:
             values = {key: _decoded(value) for key, value in asked.future.result(0).items()}
         except CancelledError:
             return
-        except (StorageError, DataLostError, ZeroDivisionError) as error:
+        except (StorageError, DataLostError, ZeroDivisionError, ReadInterrupted) as error:
             self.explain(error, asked.expected)
             return
         assert values.keys() == asked.expected.keys()
@@ -93,6 +97,8 @@ class ManagerModel:
             assert expected[key].lost, f"nothing was done to {key}: {error}"
         elif isinstance(error, ZeroDivisionError):
             assert any(made.kind == "unloadable" for made in expected.values())
+        elif isinstance(error, ReadInterrupted) and isinstance(error.__cause__, GeneratorExit):
+            assert any(made.kind == "deadly" for made in expected.values())
         else:
             assert self._interruptions.failures, f"the disk did not fail: {error}"
 
@@ -115,13 +121,17 @@ class ManagerModel:
     def get(self, key: str) -> Any:
         """Read a key and compare; return the value, or None if it could not be had for a reason that is known."""
         made = self.values[key]
-        if self.blocks(key):
+        if self.in_hand(key):
             return None
+        restore = self._restore(key)
         try:
             value = self.kit.manager.get(key)
-        except (StorageError, DataLostError, ZeroDivisionError) as error:
+        except (StorageError, DataLostError, ZeroDivisionError, ReadInterrupted) as error:
             self.explain(error, {key: made})
             return None
+        finally:
+            if restore is not None:
+                assert restore.done(), f"{key}, which was in line to be read, was not taken over"
         self.compare(made, value)
         return value
 
@@ -139,10 +149,17 @@ class ManagerModel:
         """Return the state of what a key has."""
         return self.kit.state(key)
 
-    def blocks(self, key: str) -> bool:
-        """Whether reading a key here would wait for what this same thread is doing, or has to do."""
-        pid = self.kit.manager.proxy(key).pid
-        return self.kit.manager._metadata.slots[pid].restoring is not None
+    def returning(self, key: str) -> bool:
+        """Whether what a key has is being brought back, or in line for that."""
+        return self._restore(key) is not None
+
+    def in_hand(self, key: str) -> bool:
+        """Whether this same thread is in the middle of bringing back what a key has."""
+        restore = self._restore(key)
+        return restore is not None and restore.reader is not None
+
+    def _restore(self, key: str) -> Restore | None:
+        return self.kit.manager._metadata.slots[self.kit.manager.proxy(key).pid].restoring
 
     def find(self, value: Any) -> Made | None:
         """Return what was stored as an object, if it is there: there is only one of some objects."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KINDS", "Knot", "Made", "Plain", "Unloadable", "Unpicklable"]
+__all__ = ["KINDS", "Deadly", "Knot", "Made", "Plain", "Unloadable", "Unpicklable"]
 
 
 class Plain:
@@ -44,6 +44,17 @@ class Unloadable(Plain):
         return _explode, (self.content,)
 
 
+def _die(content: object) -> object:
+    raise GeneratorExit(content)
+
+
+class Deadly(Plain):
+    """Can be serialised; rebuilding it would end a thread."""
+
+    def __reduce__(self) -> Any:
+        return _die, (self.content,)
+
+
 #: How to make a value of each kind that holds a number; a new object each time.
 KINDS: Mapping[str, Callable[[int], Any]] = {
     "array": lambda n: np.full(40, float(n)),
@@ -61,6 +72,7 @@ KINDS: Mapping[str, Callable[[int], Any]] = {
     "knot": Knot,
     "unpicklable": Unpicklable,
     "unloadable": Unloadable,
+    "deadly": Deadly,
 }
 
 
