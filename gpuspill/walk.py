@@ -15,11 +15,15 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from gpuspill.classes import attribute_of, identities, named
+
 __all__ = ["replace"]
 
 #: Never of interest, and most of what large lists consist of.
-_PLAIN: Final = frozenset({bool, bytearray, bytes, complex, float, int, str, type(None)})
+_PLAIN: Final = identities(bool, bytearray, bytes, complex, float, int, str, type(None))
 _MISSING: Final = object()
+#: What the decorator ``dataclass`` leaves in a class: its fields, by name.
+_FIELDS: Final = "__dataclass_fields__"
 
 
 def replace(value: Any, replacement: Callable[[Any], Any]) -> Any:
@@ -39,7 +43,7 @@ def replace(value: Any, replacement: Callable[[Any], Any]) -> Any:
         A container that would have to be rebuilt cannot be: its type does not let itself be copied.
     """
     if not _is_container(value):
-        return value if type(value) in _PLAIN else replacement(value)
+        return value if id(type(value)) in _PLAIN else replacement(value)
     found = _Findings(value, replacement)
     return found.rebuild(value) if found.replaced else value
 
@@ -47,20 +51,21 @@ def replace(value: Any, replacement: Callable[[Any], Any]) -> Any:
 def _is_container(item: Any) -> bool:
     # By the type and not by what the object says of itself: stand-ins for containers, such as mocks, are none.
     cls = type(item)
-    return issubclass(cls, list | tuple | dict) or dataclasses.is_dataclass(cls)
+    return issubclass(cls, list | tuple | dict) or attribute_of(cls, _FIELDS) is not None
 
 
 def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
     """Yield where each part is, and the part."""
     # By the types' own methods: a subclass may show something else.
-    if isinstance(container, list):
+    cls = type(container)
+    if issubclass(cls, list):
         yield from enumerate(list.__iter__(container))
-    elif isinstance(container, tuple):
+    elif issubclass(cls, tuple):
         yield from enumerate(tuple.__iter__(container))
-    elif isinstance(container, dict):
+    elif issubclass(cls, dict):
         yield from dict.items(container)
     else:
-        for field in dataclasses.fields(container):
+        for field in dataclasses.fields(cls):
             part = getattr(container, field.name, _MISSING)
             if part is not _MISSING:
                 yield field.name, part
@@ -80,7 +85,7 @@ class _Findings:
         while stack:
             container = stack.pop()
             for _, part in _parts(container):
-                if type(part) in _PLAIN:
+                if id(type(part)) in _PLAIN:
                     continue
                 ident = id(part)
                 if ident in self.items:
@@ -120,14 +125,12 @@ class _Findings:
         self.new.update(self.replaced)
         tuples: list[int] = []
         for ident, container in changed.items():
-            if isinstance(container, tuple):
+            if issubclass(type(container), tuple):
                 tuples.append(ident)
             else:
                 shell = copy.copy(container)
                 if type(shell) is not type(container) or shell is container:
-                    raise TypeError(
-                        f"a copy of {type(container).__qualname__} is no new {type(container).__qualname__}"
-                    )
+                    raise TypeError(f"a copy of {named(type(container))} is no new {named(type(container))}")
                 self.new[ident] = shell
         while tuples:
             ident = tuples[-1]
@@ -142,7 +145,7 @@ class _Findings:
             tuples.pop()
             self.new[ident] = self._tuple(container)
         for ident, container in changed.items():
-            if not isinstance(container, tuple):
+            if not issubclass(type(container), tuple):
                 self._fill(container, self.new[ident])
         return self.new[id(root)]
 
@@ -159,9 +162,9 @@ class _Findings:
             new = self.new.get(id(part), part)
             if new is part:
                 continue
-            if isinstance(shell, list):
+            if issubclass(type(shell), list):
                 list.__setitem__(shell, place, new)
-            elif isinstance(shell, dict):
+            elif issubclass(type(shell), dict):
                 dict.__setitem__(shell, place, new)
             else:
                 object.__setattr__(shell, place, new)  # also if it is frozen

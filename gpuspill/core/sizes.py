@@ -12,13 +12,35 @@ A list, a tuple or a dictionary says nothing about the next one: from them nothi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
-__all__ = ["SizeModel"]
+from gpuspill.classes import ClassTable, identities
+
+__all__ = ["UNKNOWN_NBYTES", "SizeModel", "as_nbytes"]
+
+#: Bytes that no value takes. A size beyond says no more than none, and sums of such sizes would not fit in messages.
+_ABSURD = 1 << 48
+#: Charged for a value whose size cannot be told: what dask assumes of one whose ``sizeof`` fails.
+UNKNOWN_NBYTES = 1_000_000
+
+
+def as_nbytes(size: object) -> int:
+    """Return a size that a library or a user gave, in bytes, as a whole number that can be counted with.
+
+    ``sizeof`` may be anybody's function, and returns NumPy scalars, of which ``-1 * size`` overflows, booleans, NaN,
+    negative numbers, or nothing. What is none becomes `UNKNOWN_NBYTES`. Raises nothing.
+    """
+    if type(size) is int:
+        nbytes = size
+    else:
+        try:
+            nbytes = int(size)  # type: ignore[call-overload]
+        except Exception:
+            return UNKNOWN_NBYTES
+    return nbytes if 0 <= nbytes < _ABSURD else UNKNOWN_NBYTES
 
 
 #: What is in one of these has nothing to do with what is in another.
-_CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
+_CONTAINERS = identities(tuple, list, dict, set, frozenset)
 
 
 @dataclass(slots=True)
@@ -46,7 +68,7 @@ class SizeModel:
     tolerance: float = 1.5
     weight: float = 0.5
     minimum: int = 4096
-    _observed: WeakKeyDictionary[type, _Observed] = field(default_factory=WeakKeyDictionary)
+    _observed: ClassTable[_Observed] = field(default_factory=ClassTable)
 
     def estimate(self, kind: type, nbytes: int) -> int:
         """Bytes to charge for a value of type `kind` whose ``sizeof`` is `nbytes`.
@@ -78,7 +100,7 @@ class SizeModel:
         """
         wrong = serialized > self.minimum and serialized > self.tolerance * max(nbytes, 1)
         seen = self._observed.get(kind)
-        if kind not in _CONTAINERS and (wrong or seen is not None):
+        if id(kind) not in _CONTAINERS and (wrong or seen is not None):
             factor = max(1.0, serialized / max(nbytes, 1))
             if seen is None:
                 self._observed[kind] = _Observed(factor, serialized)

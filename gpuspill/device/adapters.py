@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpuspill.classes import attribute_of
 from gpuspill.device.arrays import ArrayAdapter, ArrayDescription, ArrayRegistry, interface_layout
 from gpuspill.device.port import Allocation, AllocationId, Layout
 
@@ -148,7 +149,7 @@ class NumbaAdapter(ArrayAdapter):
         return self.describes(identity, owner, moved)
 
     def _identity(self, owner: Any, registry: ArrayRegistry) -> AllocationId | None:
-        if isinstance(owner, _Interface):
+        if type(owner) is _Interface:
             return owner.memory.identity
         if hasattr(owner, "device_pointer_value"):
             return AllocationId(f"cuda:{owner.context.device.id}", owner.device_pointer_value or 0, owner.size)
@@ -185,7 +186,7 @@ class RmmAdapter(ArrayAdapter):
         rmm: Any = sys.modules[self.library]
         if layout.span != (0, memory.nbytes):
             raise TypeError(f"an rmm.DeviceBuffer cannot look at a part of {memory!r}")
-        if type(memory.owner) in self.types(rmm):
+        if any(type(memory.owner) is known for known in self.types(rmm)):
             return memory.owner
         _ordinal(memory)
         return rmm.DeviceBuffer(size=memory.nbytes, mr=_resource_on(rmm.mr, memory))
@@ -301,7 +302,7 @@ class NumpyAdapter(ArrayAdapter):
         if value.dtype.hasobject or value.dtype.names is not None:
             return None
         owner = _keeper(value)
-        if type(owner) in (bytes, bytearray):
+        if type(owner) is bytes or type(owner) is bytearray:
             whole = np.frombuffer(owner, np.uint8) if owner else np.empty(0, np.uint8)
         elif type(owner) is np.ndarray and owner.flags.owndata:
             whole = owner
@@ -334,9 +335,9 @@ def _keeper(array: Any) -> Any:
     """Return the object at the end of the chain of those that keep an array's memory alive."""
     owner = array
     while True:
-        if isinstance(owner, memoryview | pickle.PickleBuffer):
+        if type(owner) is memoryview or type(owner) is pickle.PickleBuffer:
             below = memoryview(owner).obj
-        elif type(owner) is np.ndarray or type(owner).__module__.startswith("numpy.lib"):
+        elif type(owner) is np.ndarray or str(attribute_of(type(owner), "__module__")).startswith("numpy.lib"):
             # The second: what NumPy's stride tricks put between an array and its base.
             below = owner.base
         else:

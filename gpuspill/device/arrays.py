@@ -15,15 +15,15 @@ come here.
 
 from __future__ import annotations
 
+import operator
 import sys
-import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+from gpuspill.classes import ClassTable, attribute_of
 from gpuspill.device.port import AllocationId, Layout
 
 __all__ = ["ArrayAdapter", "ArrayDescription", "ArrayRegistry", "Recipe", "estimated_nbytes"]
@@ -151,20 +151,15 @@ class ArrayRegistry:
             adapters = all_adapters()
         self.pointer_device = pointer_device
         self._adapters = {adapter.name: adapter for adapter in adapters}
-        self._lock = threading.Lock()
-        self._by_type: weakref.WeakKeyDictionary[type, ArrayAdapter | None] = weakref.WeakKeyDictionary()
+        self._by_type: ClassTable[tuple[ArrayAdapter | None]] = ClassTable()
 
     def adapter(self, cls: type) -> ArrayAdapter | None:
         """Return the adapter for a type, if there is one."""
-        with self._lock:
-            try:
-                return self._by_type[cls]
-            except KeyError:
-                pass
-        found = next((adapter for adapter in self._adapters.values() if _knows(adapter, cls)), None)
-        with self._lock:
-            self._by_type[cls] = found
-        return found
+        known = self._by_type.get(cls)
+        if known is None:
+            known = (next((adapter for adapter in self._adapters.values() if _knows(adapter, cls)), None),)
+            self._by_type[cls] = known
+        return known[0]
 
     def describe(self, value: object) -> ArrayDescription | None:
         """Take an array apart.
@@ -206,7 +201,7 @@ class ArrayRegistry:
 def _knows(adapter: ArrayAdapter, cls: type) -> bool:
     library = sys.modules.get(adapter.library)
     try:
-        return library is not None and cls in adapter.types(library)
+        return library is not None and any(cls is known for known in adapter.types(library))
     except AttributeError:
         # The library is only half imported, or has no such type in this version: there is no value of it.
         return False
@@ -218,7 +213,7 @@ def interface_layout(value: object) -> tuple[Layout, int] | None:
     The layout's offset is 0: there is nothing to count it from.
     """
     # The type is asked first: objects that make up attributes have any attribute.
-    if not hasattr(type(value), "__cuda_array_interface__"):
+    if attribute_of(type(value), "__cuda_array_interface__") is None:
         return None
     interface: Mapping[str, Any] = value.__cuda_array_interface__  # type: ignore[attr-defined]
     typestr = str(interface["typestr"])
@@ -238,7 +233,8 @@ def interface_layout(value: object) -> tuple[Layout, int] | None:
 def estimated_nbytes(value: object) -> int | None:
     """Return the size in bytes that an object claims to have: by its array interface, else by ``nbytes``.
 
-    Never by ``sys.getsizeof``, which knows nothing of memory on a device. None if it claims none. Never raises.
+    Never by ``sys.getsizeof``, which knows nothing of memory on a device. None if it claims none. Raises nothing but
+    KeyboardInterrupt.
     """
     try:
         found = interface_layout(value)
@@ -246,6 +242,8 @@ def estimated_nbytes(value: object) -> int | None:
             low, high = found[0].span
             return high - low
         nbytes = getattr(value, "nbytes", None)
-        return nbytes if isinstance(nbytes, int) and nbytes >= 0 else None
-    except Exception:
+        return operator.index(nbytes) if nbytes is not None and nbytes >= 0 else None
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return None

@@ -13,12 +13,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
+from gpuspill.classes import identities
+
 __all__ = ["SharedMemory", "shared_memory"]
 
 #: Arrays that keep less alive are not looked after one by one.
 SMALL_NBYTES: Final = 4096
 #: How many objects in a container are looked at; in larger ones nothing is. It bounds the time that storing takes.
 _MANY: Final = 64
+_CONTAINERS: Final = identities(list, tuple, dict)
 
 
 class SharedMemory(NamedTuple):
@@ -52,7 +55,7 @@ def shared_memory(value: Any, minimum: int = SMALL_NBYTES) -> SharedMemory | Non
     an array nor a list, tuple or dictionary.
     """
     kind = type(value)
-    if kind in (list, tuple, dict):
+    if id(kind) in _CONTAINERS:
         return _in_container(value, minimum) if value else None
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or kind is not getattr(numpy, "ndarray", None):
@@ -103,7 +106,7 @@ def _leaves(value: Any) -> Iterator[Any]:
             left -= 1
             if left < 0:
                 return
-            if type(item) not in (list, tuple, dict):
+            if id(type(item)) not in _CONTAINERS:
                 yield item
             elif id(item) not in seen:
                 seen.add(id(item))

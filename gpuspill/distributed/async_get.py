@@ -9,6 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Literal
 
+from gpuspill.classes import is_instance
 from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
@@ -95,4 +96,4 @@ async def _checked(source: Future[dict[Hashable, Any]]) -> dict[Hashable, Any]:
 
 
 def _lost(values: Mapping[Hashable, Any]) -> DataLostError | None:
-    return next((value.error for value in values.values() if isinstance(value, LostValue)), None)
+    return next((value.error for value in values.values() if is_instance(value, LostValue)), None)

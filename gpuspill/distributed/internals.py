@@ -24,6 +24,7 @@ from distributed.protocol.serialize import ToPickle
 from distributed.spill import SpillBuffer
 from tornado.ioloop import PeriodicCallback
 
+from gpuspill.core.sizes import as_nbytes
 from gpuspill.distributed.memory import Thresholds
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ def known_of(worker: Any, key: Hashable) -> tuple[int | None, str | None]:
     ts = worker.state.tasks.get(key)
     if ts is None:
         return None, None
+    if ts.nbytes is not None:
+        # Before distributed adds it up and sends it: what ``sizeof`` returned may be none.
+        ts.nbytes = as_nbytes(ts.nbytes)
     return ts.nbytes, ts.prefix if ts.state in _EXECUTED else None
 
 

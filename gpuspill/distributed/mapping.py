@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from gpuspill.classes import identities, is_instance
 from gpuspill.config import Settings
 from gpuspill.core.residency import Tier
 from gpuspill.device.external import external_types
@@ -35,7 +36,7 @@ from gpuspill.tier.tier import lost
 __all__ = ["SpillStore", "SpilledSize"]
 
 #: Of which there may be hundreds of thousands, and about which nothing has to be found out.
-_SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_SCALARS = identities(int, float, complex, bool, str, bytes, type(None))
 
 
 _ABSENT = object()
@@ -124,7 +125,7 @@ class SpillStore(MutableMapping[Hashable, object]):
     def __setitem__(self, key: Hashable, value: object) -> None:
         if self._parked.given_up:
             self.settle_parked()
-        if type(value) in _SCALARS:
+        if id(type(value)) in _SCALARS:
             # With as few calls as can be: this is what the smallest tasks return, by the hundred thousand.
             if self._estimated.nbytes or self._external.nbytes:
                 self._estimated.note(key, None)
@@ -133,10 +134,10 @@ class SpillStore(MutableMapping[Hashable, object]):
             if self.tier is not None:
                 self.tier.settle()
             return
-        if isinstance(value, Wire):
+        if type(value) is Wire:
             self.manager.store_encoded(key, value.encoded)
             return
-        if isinstance(value, LostValue):
+        if is_instance(value, LostValue):
             self.has_lost_values = True
             # Whoever is sent it has to get something else in its place, which nobody would notice in a record.
             self.manager.store(key, value, 0, spillable=False)
@@ -178,7 +179,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             if self.on_lost is not None:
                 self.on_lost(error)
             raise
-        if isinstance(value, LostValue):
+        if is_instance(value, LostValue):
             raise value.error
         return value
 

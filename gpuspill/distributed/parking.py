@@ -12,6 +12,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gpuspill.classes import is_instance
 from gpuspill.distributed.internals import current_store
 from gpuspill.manager.admission import Admission
 from gpuspill.walk import replace
@@ -47,7 +48,7 @@ def proxify(value: Any) -> Parked:
     fits; not on the event loop, not where the handle just keeps the value, and not if the setting
     ``gpuspill.manager.admission`` is off.
     """
-    if isinstance(value, Parked):
+    if type(value) is Parked:
         return value
     store = current_store()
     parked = Parked(value, store)
@@ -66,7 +67,7 @@ def unproxify(value: Any) -> Any:
     DataLostError
         It was on disk and cannot be read back.
     """
-    return replace(value, lambda item: unproxify(item.resolve()) if isinstance(item, Parked) else item)
+    return replace(value, lambda item: unproxify(item.resolve()) if is_instance(item, Parked) else item)
 
 
 def _identity(value: Any) -> Any:

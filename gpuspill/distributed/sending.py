@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dask.utils import typename
 from distributed.protocol.serialize import Serialized, serialize
 from distributed.utils import offload
 
+from gpuspill.classes import is_instance
 from gpuspill.distributed.internals import forget_lost, recover
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
 from gpuspill.distributed.sizes import measure
 from gpuspill.distributed.task_inputs import granted
 from gpuspill.distributed.views import LostValue
-from gpuspill.distributed.wire import Form, Window, Wire, wrap
+from gpuspill.distributed.wire import Form, Window, Wire, type_name, wrap
 from gpuspill.errors import DataLostError, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
@@ -127,7 +127,7 @@ class Parcel:
                 self._window.buffered()
         exported = await asyncio.wrap_future(manager.export(self._pins, borrow=receiver.borrows))
         for key, value in exported.items():
-            if not isinstance(value, Encoded):
+            if type(value) is not Encoded:
                 self.values[key] = value
             elif receiver.form == "value" or value.header == FOREIGN_HEADER:
                 # Decoded for the receiver alone: putting it into the store would push something else out. Of a record
@@ -219,7 +219,7 @@ def _as_wire(value: Any, nbytes: int) -> Any:
     # It may be a small part of the memory that it looks at.
     device_nbytes = min(nbytes, sum(map(frame_nbytes, frames)))
     return Wire(
-        Encoded(header, [in_memory(frame) for frame in frames], measure(value), device_nbytes), typename(type(value))
+        Encoded(header, [in_memory(frame) for frame in frames], measure(value), device_nbytes), type_name(type(value))
     )
 
 
@@ -244,7 +244,7 @@ async def pack(
             await parcel.fill(wanted, receiver, type_of)
             parcel.values |= lost
             if store.has_lost_values:
-                for key in [key for key, value in parcel.values.items() if isinstance(value, LostValue)]:
+                for key in [key for key, value in parcel.values.items() if is_instance(value, LostValue)]:
                     value = parcel.values.pop(key)
                     if substitute is not None:
                         parcel.values[key] = substitute(value.error)

@@ -28,6 +28,7 @@ from distributed.protocol.serialize import (
     Serialized as DaskSerialized,
 )
 
+from gpuspill.classes import is_plain
 from gpuspill.manager.serialization import Serialized
 from gpuspill.storage.base import Buffer
 
@@ -111,6 +112,8 @@ class DeviceFamilies(DaskSerializer):
 
     def takes_apart(self, cls: type) -> bool:
         """Whether a type, or one that it derives from, is registered with the ``cuda`` family."""
+        if not is_plain(cls):
+            return False
         try:
             cuda_serialize.dispatch(cls)  # type: ignore[no-untyped-call]
         except Exception:  # TypeError if not; anything, where what dask has for the type's library does not suit it

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import suppress
+from sys import getsizeof
 from typing import Any
 
 from dask.sizeof import sizeof, sizeof_default
 from distributed.sizeof import safe_sizeof
 
+from gpuspill.classes import is_instance, is_plain
+from gpuspill.core.sizes import UNKNOWN_NBYTES, as_nbytes
 from gpuspill.device.arrays import estimated_nbytes
 from gpuspill.walk import replace
 
@@ -21,17 +24,29 @@ def claimed_nbytes(value: object) -> int | None:
     What dask says of such types is ``sys.getsizeof``, which knows nothing of memory elsewhere, or nothing: looking for
     the size of a type makes dask import what it has for the type's library, which raises for Numba's simulator.
     """
-    try:
-        known = sizeof.dispatch(type(value)) is not sizeof_default  # type: ignore[no-untyped-call]
-    except Exception:
-        known = False
-    return None if known else estimated_nbytes(value)
+    cls, known = type(value), False
+    if is_plain(cls):
+        with suppress(Exception):
+            known = sizeof.dispatch(cls) is not sizeof_default  # type: ignore[no-untyped-call]
+    nbytes = None if known else estimated_nbytes(value)
+    return nbytes if nbytes is None or nbytes == as_nbytes(nbytes) else None
 
 
 def measure(value: object) -> int:
-    """Return the size of a value in bytes, whether dask knows its type or not. Never raises."""
+    """Return the size of a value in bytes, whether dask knows its type or not.
+
+    Raises nothing but KeyboardInterrupt, whatever the value's type does: this may run on the event loop.
+    """
     claimed = claimed_nbytes(value)
-    return safe_sizeof(value) if claimed is None else claimed
+    if claimed is not None:
+        return claimed
+    try:
+        # Of others dask cannot be asked: it has a dictionary of types.
+        return as_nbytes((safe_sizeof if is_plain(type(value)) else getsizeof)(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return UNKNOWN_NBYTES
 
 
 def external_nbytes(value: object, types: tuple[type, ...]) -> int | None:
@@ -39,7 +54,7 @@ def external_nbytes(value: object, types: tuple[type, ...]) -> int | None:
     found: dict[int, int] = {}
 
     def look(item: Any) -> Any:
-        if isinstance(item, types):
+        if is_instance(item, *types):
             found[id(item)] = measure(item)
         return item
 

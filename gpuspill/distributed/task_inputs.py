@@ -15,6 +15,7 @@ from typing import Any
 from distributed import Reschedule
 from distributed.metrics import context_meter
 
+from gpuspill.classes import is_instance
 from gpuspill.distributed.metrics import WAIT
 from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError, answerable
@@ -195,7 +196,7 @@ class Job:
 
     def _accept(self, values: dict[Hashable, Any]) -> None:
         for value in values.values():
-            if isinstance(value, LostValue):
+            if is_instance(value, LostValue):
                 self.final = True
                 raise value.error
         self._values = values

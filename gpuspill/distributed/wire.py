@@ -24,15 +24,15 @@ from typing import Any, Literal, TypeAlias
 
 import msgpack
 from dask.sizeof import sizeof
-from dask.utils import typename
 from distributed.protocol.serialize import Serialized as DaskSerialized
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
+from gpuspill.classes import attribute_of
 from gpuspill.distributed.serialization import FOREIGN_HEADER
 from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import Buffer
 
-__all__ = ["Form", "Window", "Wire", "real_type", "wrap"]
+__all__ = ["Form", "Window", "Wire", "real_type", "type_name", "wrap"]
 
 #: Version of what a :class:`Wire` looks like on the network.
 _VERSION = 2
@@ -95,12 +95,18 @@ def _deserialize_wire(header: Mapping[str, Any], frames: Sequence[Buffer]) -> Wi
 def wrap(encoded: Encoded, form: Form, kind: type | None) -> Any:
     """Return what stands for a value in a message."""
     if form == "wire":
-        return Wire(encoded, "object" if kind is None else typename(kind))
+        return Wire(encoded, "object" if kind is None else type_name(kind))
     assert form == "serialized"
     assert encoded.header != FOREIGN_HEADER
     # A new header for each message: distributed notes in it how it splits and compresses the frames.
     header = msgpack.unpackb(encoded.header, raw=False, use_list=False, strict_map_key=False)
     return DaskSerialized(header, list(encoded.frames))  # type: ignore[no-untyped-call]
+
+
+def type_name(cls: type) -> str:
+    """Return the name of a type as dask's ``typename`` does, without running code of its metaclass."""
+    module, name = attribute_of(cls, "__module__"), attribute_of(cls, "__name__")
+    return str(name) if module == "builtins" else f"{module}.{name}"
 
 
 def real_type(type_name: str) -> type:

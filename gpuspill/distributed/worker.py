@@ -37,6 +37,7 @@ from distributed.core import context_meter_to_server_digest
 from distributed.utils import _offload_executor
 from distributed.utils_comm import unpack_remotedata
 
+from gpuspill.core.sizes import as_nbytes
 from gpuspill.distributed.internals import (
     inputs_of,
     is_busy,
@@ -140,7 +141,7 @@ def spilling_class(base: Any) -> Any:
             admission = None
             if attachment is not None:
                 tasks = self.state.tasks
-                admission = attachment.expect({k: tasks[k].get_nbytes() for k in to_gather if k in tasks})
+                admission = attachment.expect({k: as_nbytes(tasks[k].get_nbytes()) for k in to_gather if k in tasks})
             try:
                 if admission is not None:
                     await granted(admission)
@@ -395,7 +396,7 @@ async def _decode_resumed(worker: Any, data: dict[Any, Any]) -> None:
     with ExitStack() as promises:
         for key, value in data.items():
             ts = worker.state.tasks.get(key)
-            if isinstance(value, Wire) and ts is not None and ts.state == "resumed":
+            if type(value) is Wire and ts is not None and ts.state == "resumed":
                 if store.tier is not None and value.encoded.device_nbytes:
                     admission = store.tier.admit(key, (), value.encoded.device_nbytes)
                     promises.callback(_after_storing, admission.release)
@@ -413,7 +414,7 @@ def _name_types(worker: Any, names: Mapping[Any, str]) -> None:
 
 
 def _type_names(data: Mapping[Any, Any]) -> dict[Any, str]:
-    return {key: value.type_name for key, value in data.items() if isinstance(value, Wire)}
+    return {key: value.type_name for key, value in data.items() if type(value) is Wire}
 
 
 @lru_cache(maxsize=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import partial
 
-from gpuspill.core.sizes import SizeModel
+from gpuspill.core.sizes import SizeModel, as_nbytes
 from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.sharing import VIEW_NBYTES, Sharing
 from gpuspill.storage.base import Receipt
@@ -55,8 +55,7 @@ class Intake:
             Whether it may have been changed in place since it was stored before, under whatever key: then its record is
             given up.
         """
-        if nbytes is None:
-            nbytes = self._sizeof(value)
+        nbytes = as_nbytes(self._sizeof(value) if nbytes is None else nbytes)
         sharing, metadata = self._sharing, self._metadata
         shared = sharing.look(value)
         slots = metadata.slots
@@ -103,5 +102,6 @@ class Intake:
             if self._metadata.nested:
                 self._metadata.defer(partial(self.adopt, key, nbytes, receipt))
                 return
+            nbytes = as_nbytes(nbytes)
             pid = state.insert_below(key, nbytes, receipt.nbytes)
             self._metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)

@@ -141,7 +141,7 @@ class Metadata:
                 else:
                     assert slot.value is None, slot.key
                 assert (slot.receipt is not None) == slot.has(Tier.DISK), slot.key
-                decoding = slot.restoring is not None and isinstance(slot.value, Encoded)
+                decoding = slot.restoring is not None and type(slot.value) is Encoded
                 assert decoding or (slot.restoring is not None) == (slot.target == Tier.HOST), slot.key
                 assert slot.lost == (slot.loss is not None), slot.key
             assert slots.undecoded == sum(type(slot.value) is Encoded for slot in slots.values())

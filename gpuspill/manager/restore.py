@@ -113,7 +113,7 @@ class Restorer:
         if slot.restoring is not None:
             state.touch(pid)
             return slot.restoring
-        if isinstance(slot.value, Encoded):
+        if type(slot.value) is Encoded:
             state.pin(pid)
         else:
             if self._metadata.closed:
@@ -202,7 +202,7 @@ class Restorer:
         slot = self._metadata.slots[pid]
         if slot.loss is not None:
             raise lost_error(key, slot.loss)
-        if isinstance(slot.value, Encoded):
+        if type(slot.value) is Encoded:
             # As they are: the value may not share its memory with the one that others will be given.
             frames = [memoryview(bytearray(frame)) for frame in slot.value.frames]
             return self._serializer.loads(slot.value.header, frames)
@@ -228,7 +228,7 @@ class Restorer:
             ours = future.claim()
         if not ours:
             return
-        if isinstance(self._metadata.slots[pid].value, Encoded):
+        if type(self._metadata.slots[pid].value) is Encoded:
             self._restore(pid)  # what is in memory stays readable, and no thread is left to decode it
         else:
             self._fail(pid, ManagerClosed(f"the store was closed before {key!r} was read"))
@@ -252,7 +252,7 @@ class Restorer:
     def _restore(self, pid: int) -> None:
         """Bring a value back. Whoever calls this has claimed the restore. Never raises an Exception."""
         slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy that moves or is pinned
-        if isinstance(slot.value, Encoded):
+        if type(slot.value) is Encoded:
             self._decode(pid, slot.value)
             return
         receipt = slot.receipt

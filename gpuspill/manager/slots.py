@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from sys import getrefcount
 from typing import Any, Protocol
 
+from gpuspill.classes import attribute_of
 from gpuspill.core.ledger import Entry
 from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import Receipt
@@ -248,4 +249,4 @@ class Slots(dict[int, Slot]):
 
 
 def _weakly_referable(value: object) -> bool:
-    return type(value).__weakrefoffset__ != 0
+    return bool(attribute_of(type(value), "__weakrefoffset__"))

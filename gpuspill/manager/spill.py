@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from textwrap import shorten
 
+from gpuspill.classes import named
 from gpuspill.core.backoff import Backoff
 from gpuspill.core.sizes import SizeModel
 from gpuspill.core.state import SpillState
@@ -130,7 +131,7 @@ class Spiller:
         start = clock()
         frames: Sequence[Frame]
         try:
-            if isinstance(value, Encoded):
+            if type(value) is Encoded:
                 header, frames = value.header, value.frames
             else:
                 header, frames = self._serializer.dumps(value)
@@ -266,7 +267,7 @@ class Spiller:
     def _report(self, slot: Slot, error: BaseException, forever: bool) -> None:
         """Log why a value stays in memory, once of each kind. Raises nothing, whatever the value's type does."""
         if forever:
-            kind = f"{_shown(lambda: slot.kind.__module__)}.{_shown(lambda: slot.kind.__qualname__)}"
+            kind = named(slot.kind)
             self._log_once(
                 f"unspillable {kind}",
                 "cannot serialise the value of %s (%s), it stays in memory; "

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace as replace_fields
 from typing import Any
 
+from gpuspill.classes import is_instance, named
 from gpuspill.device.arrays import ArrayDescription, Recipe
 from gpuspill.device.external import external_types
 from gpuspill.tier.composites import Composite
@@ -56,7 +57,7 @@ class Disassembler:
         find, externals = self._finder.find, external_types()
 
         def stand_in(item: Any) -> Any:
-            if externals and isinstance(item, externals):
+            if externals and is_instance(item, *externals):
                 return item
             leaf = leaves.get(id(item))
             if leaf is None:
@@ -77,7 +78,7 @@ class Disassembler:
             if not isinstance(error, Exception):
                 raise
             # Looking into somebody's types runs their code. Storing must not fail for it: then the value stays whole.
-            logger.debug("cannot take a value of type %s apart", type(value).__qualname__, exc_info=True)
+            logger.debug("cannot take a value of type %s apart", named(type(value)), exc_info=True)
             return value
         return self._book.skeleton(tree, tuple(units)) if units else value
 
@@ -127,7 +128,7 @@ class Disassembler:
                 found[described.identity] = described.identity.nbytes
 
         def look(item: Any) -> Any:
-            if externals and isinstance(item, externals):
+            if externals and is_instance(item, *externals):
                 return item
             described = finder.find(item)
             if described is Kind.COMPOSITE:

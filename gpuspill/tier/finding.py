@@ -6,6 +6,7 @@ import logging
 from enum import Enum
 from typing import Any, Literal
 
+from gpuspill.classes import named
 from gpuspill.device.arrays import ArrayAdapter, ArrayDescription, ArrayRegistry
 from gpuspill.device.port import Device
 from gpuspill.errors import cut_loose
@@ -76,7 +77,7 @@ class Finder:
                 if found is not None:
                     self._device.borrow(found.identity, found.owner)
         except Exception as error:
-            logger.debug("cannot take a value of type %s apart: %r", type(composite).__qualname__, error)
+            logger.debug("cannot take a value of type %s apart: %r", named(type(composite)), error)
             cut_loose(error)
             return None
         if not any(found is not None for _, found in described):

@@ -11,6 +11,7 @@ from distributed.protocol.serialize import dask_serialize
 
 from gpuspill import simulated
 from gpuspill.config import Settings
+from gpuspill.core.sizes import UNKNOWN_NBYTES
 from gpuspill.distributed.factory import build_store
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray
 
@@ -107,6 +108,61 @@ def test_such_a_type_beside_values_on_a_device(tmp_path, foreign):
         assert type(one) is foreign
         assert simulated.asnumpy(array).sum() == 10
         store.close()
+
+
+SIZES = {
+    "a NumPy scalar": (np.uint64(160_000), 160_000),
+    "a signed one": (np.int8(-1), UNKNOWN_NBYTES),
+    "a float": (12.5, 12),
+    "a NumPy float": (np.float32(4096.0), 4096),
+    "negative": (-5, UNKNOWN_NBYTES),
+    "infinite": (float("inf"), UNKNOWN_NBYTES),
+    "not a number": (float("nan"), UNKNOWN_NBYTES),
+    "true": (True, 1),
+    "absurd": (10**30, UNKNOWN_NBYTES),
+    "nothing": (None, UNKNOWN_NBYTES),
+    "text": ("many", UNKNOWN_NBYTES),
+}
+
+
+@pytest.mark.parametrize("way", ["measured", "given"])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_no_size_is_charged_as_one(store, size, way):
+    """Whatever a ``sizeof`` returns: it is counted, others are evicted, and nothing is left when all is deleted."""
+
+    class Sized:
+        pass
+
+    given, expected = SIZES[size]
+    sizeof.register(Sized, lambda value: given)
+    store.on_store = (lambda key, value: given) if way == "given" and given is not None else None
+    store["x"] = Sized()
+    store.manager.store("y", np.ones(3), 24)
+    assert store.manager.nbytes("x") == expected
+    assert type(store.statistics().host_nbytes) is int
+    store.manager.evict_all()
+    assert not store.manager.is_resident("y")
+    store["x"]
+    del store["x"], store["y"]
+    statistics = store.statistics()
+    assert (statistics.host_nbytes, statistics.spilled_nbytes, statistics.estimated_nbytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, GeneratorExit, MemoryError])
+def test_a_size_that_raises(store, error):
+    class Raises:
+        def __sizeof__(self):
+            raise error
+
+        nbytes = property(__sizeof__)
+        __class__ = property(__sizeof__)
+
+    store.on_store = None
+    store["x"] = Raises()
+    assert store.manager.nbytes("x") == UNKNOWN_NBYTES
+    store["y"] = [Raises()]
+    del store["x"], store["y"]
+    assert store.statistics().host_nbytes == 0
 
 
 @pytest.fixture
