@@ -6,6 +6,7 @@ What overlaps is decided by a store that holds up each read and write until the 
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
@@ -895,3 +896,24 @@ def test_a_deserialiser_that_reads_a_value_which_waits_for_its_own_thread():
     finally:
         del Reading.manager
         kit.close()
+
+
+@pytest.mark.parametrize("used", ["not", "spilled and restored"])
+def test_values_go_with_a_closed_manager_and_not_with_the_next_collection(used):
+    kit = Kit()
+    gc.collect()
+    gc.disable()
+    try:
+        kit.store.let_all_go()
+        kit.manager.store("a", Value("a"))
+        if used != "not":
+            kit.on_disk("a")
+            kit.manager.get_many(["a"]).result(TIMEOUT)
+            kit.reaped()
+        gone = weakref.ref(kit.manager.get("a"))
+        kit.close()
+        assert gone() is not None, "what is in memory stays readable"
+        del kit.manager
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -80,7 +80,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         ``passes_on(key)``: whether what is about to be stored is what another key holds, and nobody's code had it in
         hand. Else a record that there is of it no longer counts.
     has_lost_values
-        Whether another worker ever sent word that a value is lost for good.
+        Whether another worker sent word that a value is lost for good, and its key is still here.
     on_lost
         Called with the error when a read by key finds that a value is lost, in the reading thread.
 
@@ -116,15 +116,22 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.passes_on: Callable[[Hashable], bool] | None = None
         self.on_lost: Callable[[DataLostError], object] | None = None
         self.metrics = Metrics() if metrics is None else metrics
-        self.has_lost_values = False
+        self._lost: set[Hashable] = set()
         self._estimated = Noted()
         self._external = Noted()
 
     # -- mapping -----------------------------------------------------------------------------------
 
+    @property
+    def has_lost_values(self) -> bool:
+        """See the class."""
+        return bool(self._lost)
+
     def __setitem__(self, key: Hashable, value: object) -> None:
         if self._parked.given_up:
             self.settle_parked()
+        if self._lost:
+            self._lost.discard(key)
         if id(type(value)) in _SCALARS:
             # With as few calls as can be: this is what the smallest tasks return, by the hundred thousand.
             if self._estimated.nbytes or self._external.nbytes:
@@ -138,7 +145,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.manager.store_encoded(key, value.encoded)
             return
         if is_instance(value, LostValue):
-            self.has_lost_values = True
+            self._lost.add(key)
             # Whoever is sent it has to get something else in its place, which nobody would notice in a record.
             self.manager.store(key, value, 0, spillable=False)
             return
@@ -216,6 +223,7 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def __delitem__(self, key: Hashable) -> None:
         self.manager.discard(key)
+        self._lost.discard(key)
         self._estimated.note(key, None)
         self._external.note(key, None)
         if self.tier is not None:

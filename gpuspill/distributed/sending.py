@@ -239,11 +239,12 @@ async def pack(
     lost: dict[Any, Any] = {}
     while True:
         parcel = Parcel(store.manager, attachment.window, store.tier)
+        has_lost_values = store.has_lost_values  # a key may go while its value is read
         try:
             wanted = (key for key in keys if key not in lost)
             await parcel.fill(wanted, receiver, type_of)
             parcel.values |= lost
-            if store.has_lost_values:
+            if has_lost_values:
                 for key in [key for key, value in parcel.values.items() if is_instance(value, LostValue)]:
                     value = parcel.values.pop(key)
                     if substitute is not None:

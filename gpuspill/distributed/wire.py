@@ -20,6 +20,7 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import msgpack
@@ -119,7 +120,12 @@ def real_type(type_name: str) -> type:
     found = getattr(module, "__dict__", {}).get(name)  # getattr could make a module import what it provides lazily
     if isinstance(found, type):
         return found
-    return type(name, (), {"__module__": module_name or "builtins", "__doc__": "Stands for a type that is not loaded."})
+    return _stand_in(module_name or "builtins", name)
+
+
+@lru_cache(maxsize=1024)  # distributed keeps what it measures of transfers by type: one class a name
+def _stand_in(module_name: str, name: str) -> type:
+    return type(name, (), {"__module__": module_name, "__doc__": "Stands for a type that is not loaded."})
 
 
 class Window:

@@ -201,6 +201,18 @@ def test_a_value_that_is_lost_for_good(store):
     job.abandon()
 
 
+def test_word_of_a_loss_matters_as_long_as_the_key_is_here(store):
+    """Each task and each request takes the long way while there is one."""
+    for key in ("deleted", "replaced", "cleared"):
+        store[key] = LostValue(DataLostError("lost", key))
+    del store["deleted"]
+    assert store.has_lost_values
+    store["replaced"] = 1
+    assert store.has_lost_values
+    store.pop_quietly("cleared")
+    assert not store.has_lost_values
+
+
 def test_prepare_later(store):
     async def main():
         job = job_for(store, "xy")

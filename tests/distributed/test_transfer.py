@@ -537,6 +537,12 @@ def test_a_type_that_is_not_here_keeps_its_name(name):
     assert typename(real_type(name)) == name.removeprefix("builtins.")
 
 
+def test_there_is_one_class_for_a_name_however_often_it_comes():
+    """distributed keeps by type what it measures of transfers, for ever."""
+    kinds = {real_type(f"no.such.module.Kind{n % 3}") for n in range(1000)}
+    assert len(kinds) == 3
+
+
 def test_looking_for_a_type_imports_nothing(monkeypatch):
     module = ModuleType("lazy_module")
     module.__getattr__ = lambda name: pytest.fail("asked to import something")
