@@ -6,6 +6,7 @@
 #   make test-quick   the unit layers only: no clusters, nothing marked slow
 #   make test-numba   the tests with Numba's CUDA simulator, which takes 210 MB more
 #   make lint         ruff, mypy, direction of imports
+#   make docs         the documentation, in docs/_build/html; every warning is an error
 #   make bench        the headline benchmark      (BENCH="tiny" for another one)
 #   make clean        remove all that these targets made
 #
@@ -18,7 +19,7 @@ BENCH ?= persist-sum --arms stock,gpuspill,nospill --repeat 5
 export PYTHON VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-numba lint bench venv clean
+.PHONY: help demo test test-quick test-numba lint docs bench venv clean
 
 help:
 	@sed -n 's/^#  *\(make \)/  \1/p' Makefile
@@ -45,10 +46,17 @@ test-numba: $(VENV)/.installed
 lint: $(VENV)/.installed
 	@ci/lint.sh
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(VENV)/bin/python -m pip install -qq --no-input --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	@ci/docs.sh $(ARGS)
+
 bench: $(VENV)/.installed
 	@$(VENV)/bin/gpuspill bench $(BENCH) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist bench-results dask-scratch-space
+	rm -rf $(VENV) build dist docs/_build bench-results dask-scratch-space
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,6 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
-check mypy --strict ci/*.py ci/suite/s*.py
+check mypy --strict ci/*.py ci/suite/s*.py docs/_ext/gpuspill_reference.py docs/_ext/gpuspill_drawings.py
 check lint-imports --no-logo
 exit $status

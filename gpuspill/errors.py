@@ -3,18 +3,18 @@
 What a caller needs to know of an error is whether the *data* is still there and whether *trying
 again* can help, so the tree is cut along these two lines:
 
-=========================  ===============  ===============
+=========================  ================  =======================
 error                      data still there  retry can help
-=========================  ===============  ===============
-:class:`ConfigError`       yes              no
-:class:`SpillFailed`       yes              see subclasses
-:class:`StorageError`      yes              yes
-:class:`StorageFull`       yes              once space is freed
-:class:`QuotaExceeded`     yes              once space is freed
-:class:`Unspillable`       yes              no
-:class:`ReadInterrupted`   yes              whoever raised it knows
-:class:`DataLostError`     no               no; recompute
-=========================  ===============  ===============
+=========================  ================  =======================
+:class:`ConfigError`       yes               no
+:class:`SpillFailed`       yes               see subclasses
+:class:`StorageError`      yes               yes
+:class:`StorageFull`       yes               once space is freed
+:class:`QuotaExceeded`     yes               once space is freed
+:class:`Unspillable`       yes               no
+:class:`ReadInterrupted`   yes               whoever raised it knows
+:class:`DataLostError`     no                no; recompute
+=========================  ================  =======================
 """
 
 from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Fail a test that leaves threads, descriptors, processes or spill files behind."""
+
+pytest_plugins = ["gpuspill.testing.pytest_plugin"]
