@@ -316,6 +316,72 @@ def device(
     _measure(job, arms, repeat, json_path)
 
 
+@bench.command()
+@_arms_option("gpuspill", "gpuspill, stock")
+@click.option("--minutes", type=float, default=5.0, show_default=True, help="How long to begin rounds, each arm.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which plan.")
+@click.option("--faults", help="Kinds of faults, separated by commas.  [default: all]")
+@click.option("--jobs", help="Kinds of jobs, separated by commas.  [default: all]")
+@click.option(
+    "--patience", type=float, default=90.0, show_default=True, help="Seconds after which a job counts as hung."
+)
+@click.option(
+    "--plan",
+    "plan_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the rounds that were run to this file.",
+)
+@click.option(
+    "--replay",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Run the rounds of a file that --plan has written, whatever the time and the seed.",
+)
+@click.option(
+    "--dumps",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    default=Path("."),
+    help="Where the state of a cluster that hangs is written to.  [default: here]",
+)
+@JSON_OPTION
+def chaos(
+    arms: str,
+    minutes: float,
+    seed: int,
+    faults: str | None,
+    jobs: str | None,
+    patience: float,
+    plan_path: Path | None,
+    replay: Path | None,
+    dumps: Path,
+    json_path: Path | None,
+) -> None:
+    """Kill, stop and damage a cluster while it runs jobs whose answers are known."""
+    from gpuspill.bench.chaos import plan as plans
+    from gpuspill.bench.chaos.run import chaos as run
+    from gpuspill.bench.chaos.run import is_fault_of_ours
+    from gpuspill.bench.report import render, save
+
+    kinds = plans.choose(faults, plans.FAULTS, "--faults")
+    chosen = plans.choose(jobs, plans.JOBS, "--jobs")
+    rounds = plans.rounds(seed, chosen, kinds) if replay is None else iter(plans.read(replay))
+    result, done = run(
+        rounds,
+        arms,
+        minutes if replay is None else float("inf"),
+        patience=patience,
+        dumps=dumps,
+        parameters={"minutes": minutes, "seed": seed, "faults": kinds, "jobs": chosen, "patience": patience},
+        progress=_progress,
+    )
+    if plan_path is not None:
+        plans.write(done, plan_path)
+    render(result, _console())
+    if json_path is not None:
+        save(result, json_path)
+    if is_fault_of_ours(result):
+        raise SystemExit(1)
+
+
 def _progress(line: str) -> None:
     # To stderr: what is on stdout is the result.
     click.echo(line, err=True)
