@@ -1,71 +1,33 @@
 """Values to bytes and back through dask's serialisation families.
 
 A value is written to disk in the form in which distributed would send it: a header, and frames that alias the
-value's memory wherever its type allows. Types that somebody taught dask to serialise (arrays, frames, device
-objects) take their own way, everything else is pickled with its buffers out of band.
+value's memory wherever its type allows. An object of a type that somebody taught dask to serialise (arrays, tables,
+device objects) takes its own way; anything else is pickled, with its buffers apart
+(:mod:`gpuspill.distributed.pickling`).
 
 What this does *not* do: splitting and compressing frames. The storage layer decides that by what it measures.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from pickle import PickleBuffer
 from typing import Any
 
 import msgpack
 from distributed.protocol.cuda import cuda_serialize
-from distributed.protocol.serialize import (
-    Pickled,
-    Serialize,
-    ToPickle,
-    deserialize,
-    deserialize_bytes,
-    pickle_dumps,
-    serialize,
-)
-from distributed.protocol.serialize import (
-    Serialized as DaskSerialized,
-)
+from distributed.protocol.serialize import deserialize, deserialize_bytes, serialize
 
 from gpuspill.classes import is_plain
+from gpuspill.distributed.pickling import pickled
+from gpuspill.distributed.reductions import flat, keep_flag, registration
 from gpuspill.manager.serialization import Serialized
-from gpuspill.storage.base import Buffer
+from gpuspill.storage.base import Buffer, Frame
 
 __all__ = ["FOREIGN_HEADER", "DaskSerializer", "DeviceFamilies"]
 
 FOREIGN_HEADER = b""
 """Header of a record whose only frame is what distributed's ``SpillBuffer`` wrote. No header of ours is empty."""
-
-# Dask unwraps these when it serialises, so what comes back would not be what went in.
-_UNWRAPPED = (Serialize, DaskSerialized, ToPickle, Pickled)
-
-
-def _flat(frame: Any) -> memoryview:
-    """Return `frame` as flat bytes without copying it, unless its memory has gaps."""
-    view = memoryview(frame)
-    if view.nbytes == 0:
-        return memoryview(b"")
-    if not view.contiguous:
-        return memoryview(view.tobytes())
-    if view.ndim == 1 and view.format == "B":
-        return view
-    return PickleBuffer(view).raw()  # memoryview.cast cannot do Fortran order
-
-
-def _keep_flags(header: Any, value: Any) -> None:
-    """Put into a header which arrays may be written to; of one with gaps dask takes the flag of the copy it makes."""
-    if "is-collection" in header:
-        if type(value) not in (list, tuple, set, dict):
-            return  # what dask unwraps on the way
-        for part, item in zip(header["sub-headers"], value.values() if isinstance(value, dict) else value, strict=True):
-            _keep_flags(part, item)
-        return
-    about = header.get("sub-header")
-    if isinstance(about, dict) and "writeable" in about:
-        writeable = getattr(getattr(value, "flags", None), "writeable", None)
-        if isinstance(writeable, bool):
-            about["writeable"] = [writeable]
 
 
 class DaskSerializer:
@@ -90,13 +52,15 @@ class DaskSerializer:
         Exception
             Whatever the type's own serialisation raises.
         """
-        if isinstance(value, _UNWRAPPED):
-            header, frames = pickle_dumps(value)  # type: ignore[no-untyped-call]
+        frames: Sequence[Frame]
+        if "dask" in self._families and _has_a_way(value):
+            header, parts = serialize(value, serializers=("dask",), on_error="raise")
+            keep_flag(header, value)
+            frames = [flat(part) for part in parts]
         else:
-            header, frames = serialize(value, serializers=self._families, on_error="raise")
-            _keep_flags(header, value)
+            header, frames = pickled(value)
         packed: bytes = msgpack.packb(header, use_bin_type=True)
-        return Serialized(packed, [_flat(frame) for frame in frames])
+        return Serialized(packed, frames)
 
     def loads(self, header: bytes, frames: Sequence[Buffer]) -> object:
         """Rebuild the value; it may alias the frames, which have to be writable for it to be."""
@@ -105,6 +69,18 @@ class DaskSerializer:
         # Decoded anew each time: dask takes keys out of the header while it rebuilds collections.
         decoded = msgpack.unpackb(header, raw=False, use_list=False, strict_map_key=False)
         return deserialize(decoded, list(frames))  # type: ignore[no-untyped-call]
+
+
+def _has_a_way(value: Any) -> bool:
+    """Whether dask has a way for the type of an object itself, and that way keeps all of it."""
+    cls = type(value)
+    if cls is memoryview or registration(cls) != "exact":
+        return False
+    numpy: Any = sys.modules.get("numpy")
+    if cls is getattr(getattr(numpy, "ma", None), "MaskedArray", None):
+        return False
+    # Dask pickles objects in an array by itself, and what else the objects are in is not known there.
+    return not (cls is getattr(numpy, "ndarray", None) and value.dtype.hasobject)
 
 
 class DeviceFamilies(DaskSerializer):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import array
 
+import dask.array as da
 import msgpack
 import numpy as np
 import pandas as pd
 import pytest
+from dask import delayed
+from distributed import Client, Event, Lock, Queue, Variable
 from distributed.protocol import serialize_bytelist
 from distributed.protocol.serialize import Serialize, Serialized, ToPickle, dask_deserialize, dask_serialize
 
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
+from gpuspill.storage.base import FrameStream, in_memory
 
 
 def through_disk(value, serializer=None):
@@ -109,10 +113,11 @@ def test_read_only_arrays_in_collections_stay_read_only(gaps):
         np.testing.assert_array_equal(item, expected)
 
 
-def test_what_dask_unwraps_on_the_way_is_spilled_too():
+def test_what_dask_unwraps_on_the_way_stays_what_it_is():
     ones = np.ones(10)
     got = through_disk([ones, Serialize([1, ones])])
-    assert [type(item) for item in got[1]] == [int, np.ndarray]
+    assert [type(item) for item in got[1].data] == [int, np.ndarray]
+    assert got[1].data[1] is got[0]
 
 
 def test_restored_array_can_be_written_to():
@@ -233,3 +238,149 @@ def test_what_spill_buffer_wrote(compression):
     got = DaskSerializer().loads(FOREIGN_HEADER, [memoryview(blob)])
     np.testing.assert_array_equal(got["a"], value["a"])
     assert got["b"] == "text"
+
+
+class TestWhatGoesInComesOut:
+    """Where dask's way for a base, or pickle's own, makes something else."""
+
+    def test_a_value_that_contains_itself(self):
+        value = [np.ones(1000)]
+        value.append({"whole": value})
+        got = through_disk(value)
+        assert got[1]["whole"] is got
+
+    def test_what_is_shared_inside_is_shared(self):
+        array, inner = np.ones(10_000), [1]
+        first, second, objects, frame = through_disk(
+            [
+                array,
+                {"again": array, "list": inner},
+                np.array([{"in": inner}, None]),
+                pd.DataFrame({"x": [inner]}, dtype=object),
+            ]
+        )
+        assert second["again"] is first
+        assert objects[0]["in"] is second["list"]
+        assert frame.x[0] is second["list"]
+
+    def test_arrays_in_containers_are_not_copied(self):
+        arrays = [np.zeros(100_000), np.zeros(100_000, "M8[s]"), np.asfortranarray(np.zeros((300, 400)))]
+        _, frames = DaskSerializer().dumps({"a": (arrays,), "view": Attributed.of(np.zeros(100_000))})
+        for item in arrays:
+            item.view("i8")[:] = 1
+        assert [frame.nbytes for frame in frames[1:]] == [800_000, 800_000, 960_000, 800_000]
+        assert all(set(bytes(frame[::8])) == {1} for frame in frames[1:4])
+
+    def test_a_repeated_element_is_written_once(self):
+        array = np.broadcast_to(np.arange(4.0), (100_000, 4))
+        _, frames = DaskSerializer().dumps([array])
+        assert sum(frame.nbytes for frame in frames) < 2000
+        (got,) = through_disk([array])
+        np.testing.assert_array_equal(got, array)
+        assert got.strides == array.strides
+
+    def test_large_bytes_in_a_container_are_not_copied(self):
+        large = bytearray(2**26 + 1)
+        header, frames = DaskSerializer().dumps([1, large, "x"])
+        assert isinstance(frames[0], FrameStream)
+        large[-1] = 7
+        got = DaskSerializer().loads(header, [in_memory(frame) for frame in frames])
+        assert got == [1, large, "x"]
+
+    def test_an_error_whose_class_wants_something_else(self):
+        cause = KeyError("why")
+        error = Particular(3, "text")
+        error.__cause__ = cause
+        error.add_note("a note")
+        got = through_disk({"error": error})["error"]
+        assert type(got) is Particular
+        assert (got.args, got.number, got.__notes__) == (("text: 3",), 3, ["a note"])
+        assert (type(got.__cause__), got.__cause__.args) == (KeyError, ("why",))
+
+    @pytest.mark.parametrize(
+        "error",
+        [OSError(2, "no", "file"), UnicodeDecodeError("utf8", b"x", 0, 1, "why"), StopIteration(5), SystemExit(3)],
+    )
+    def test_errors_of_pythons_own(self, error):
+        got = through_disk([error])[0]
+        assert type(got) is type(error)
+        assert (got.args, str(got)) == (error.args, str(error))
+        assert getattr(got, "filename", None) == getattr(error, "filename", None)
+
+    def test_what_can_only_go_by_its_base(self):
+        class Base:
+            def __reduce__(self):
+                raise TypeError("not by pickle")
+
+        class Derived(Base):
+            pass
+
+        dask_serialize.register(Base)(lambda value: ({}, [b"base"]))
+        dask_deserialize.register(Base)(lambda header, frames: Base())
+        assert type(through_disk(Derived())) is Base
+        assert type(through_disk([Derived()])[0]) is Base
+
+    def test_no_room_is_no_fault_of_the_value(self):
+        class Large:
+            def __reduce__(self):
+                raise MemoryError
+
+        with pytest.raises(MemoryError):
+            DaskSerializer().dumps([Large()])
+
+    def test_a_class_without_a_hash(self):
+        class Meta(type):
+            def __eq__(cls, other):
+                raise AssertionError("asked")
+
+            __hash__ = None
+
+        global Unhashable
+        Unhashable = Meta("Unhashable", (), {"__module__": __name__})
+        value = Unhashable()
+        value.a = np.ones(3)
+        header, frames = DaskSerializer().dumps([value, value])
+        first, second = DaskSerializer().loads(header, frames)
+        assert first is second
+        assert type(first) is Unhashable
+        assert first.a.sum() == 3
+
+
+class Particular(ValueError):
+    def __init__(self, number, text):
+        super().__init__(f"{text}: {number}")
+        self.number = number
+
+
+class Attributed(np.ndarray):
+    """Notes something in the object, which NumPy's pickles do not have."""
+
+    @classmethod
+    def of(cls, array):
+        made = array.view(cls)
+        made.unit = "m"
+        return made
+
+
+class TestBoundObjects:
+    """Of which a scheduler must know as long as they are there, and which are of no use without their client."""
+
+    @pytest.fixture
+    def bound(self):
+        with Client(processes=False, n_workers=1, threads_per_worker=1, dashboard_address=":0") as client:
+            yield {
+                "future": client.submit(int),
+                "queue": Queue("q", client=client),
+                "variable": Variable("v", client=client),
+                "event": Event("e", client=client),
+                "lock": Lock("l"),
+                "graph": client.persist(delayed(int)()),
+                "array": client.persist(da.ones(3)),
+            }
+
+    @pytest.mark.cluster
+    def test_they_are_not_written(self, bound):
+        for name, item in bound.items():
+            for value in (item, [np.ones(10_000), {name: item}], np.array([item, None], dtype=object)):
+                with pytest.raises(TypeError, match="of which scheduler and client must know"):
+                    DaskSerializer().dumps(value)

@@ -1,0 +1,194 @@
+"""Any value as a pickle, with large buffers apart from it.
+
+As distributed pickles, with three differences. What comes back is what went in, where pickle can have it so
+(:mod:`gpuspill.distributed.reductions`). What dask has a way for is written that way wherever in the value it is, so an
+array that a value has twice is one array afterwards. And what a client or a scheduler keeps for an object of
+distributed's, such as a future, is not dropped with the object: a value with such objects is not pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import cloudpickle
+from distributed import Actor, BaseActorFuture, Client, Event, Future, MultiLock, Queue, Semaphore, Variable
+
+from gpuspill.classes import named
+from gpuspill.distributed.reductions import Reduce, reduce_registered, reduction_of, registration
+from gpuspill.errors import cut_loose
+from gpuspill.storage.base import Frame, FrameStream
+
+__all__ = ["pickled"]
+
+#: Bytes from which a buffer is a frame of its own. Smaller ones are cheaper to copy than to be told apart.
+_APART_NBYTES: Final = 4096
+#: Bytes of one piece of a pickle that was not put together from others: large ``bytes`` are handed on as they are.
+_WHOLE_NBYTES: Final = 192 * 1024
+#: Bytes in such pieces from which they are not copied into one frame, which would take their memory once more. A frame
+#: can be compressed, a stream of pieces cannot.
+_STREAM_NBYTES: Final = 64 * 2**20
+
+#: What is bound to the client or worker of a process.
+_BOUND: Final = (Actor, BaseActorFuture, Client, Event, Future, MultiLock, Queue, Semaphore, Variable)
+
+
+class _BoundObject(TypeError):
+    """The value has an object of distributed's that has to stay in this process."""
+
+
+class _Pieces:
+    """A file to which pickle writes: keeps what it is given, large bytes as they are."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Any] = []
+
+    def write(self, piece: Any) -> None:
+        self.pieces.append(piece)
+
+    def frame(self) -> memoryview | FrameStream:
+        """Return everything as one frame."""
+        whole = sum(len(piece) for piece in self.pieces if len(piece) >= _WHOLE_NBYTES)
+        return _Stream(self.pieces) if whole >= _STREAM_NBYTES else memoryview(b"".join(self.pieces))
+
+    def __contains__(self, text: bytes) -> bool:
+        return any(text in piece for piece in self.pieces if len(piece) < _WHOLE_NBYTES)
+
+
+class _Stream(FrameStream):
+    """Pieces, one after the other."""
+
+    def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
+        self._pieces = [memoryview(piece) for piece in pieces]
+        self.nbytes = sum(piece.nbytes for piece in self._pieces)
+
+    def copy_to(self, sink: Callable[[memoryview], object]) -> None:
+        """See :meth:`FrameStream.copy_to`."""
+        for piece in self._pieces:
+            sink(piece)
+
+
+class _Attempt:
+    """One attempt at a value.
+
+    Parameters
+    ----------
+    by_value
+        Whether classes and functions that others cannot import travel with the value, as cloudpickle has them.
+    by_base
+        Whether an object is written in dask's way for a base of its type: for types that cannot be pickled.
+    """
+
+    def __init__(self, *, by_value: bool = False, by_base: bool = False) -> None:
+        self.pieces = _Pieces()
+        self.buffers: list[memoryview] = []
+        self.inherits = False
+        self._by_base = by_base
+        self._pickler = (_CloudPickler if by_value else _Pickler)(
+            self.pieces,
+            protocol=5,
+            buffer_callback=self._take,
+        )
+        self._pickler.attempt = self
+        # By identity, with the types, for one that pickle makes on the way could be gone before the end.
+        self._ways: dict[int, tuple[type, Reduce | None]] = {}
+
+    def dump(self, value: object) -> None:
+        """Write the value. Raises whatever the value's types do."""
+        try:
+            self._pickler.dump(value)
+        finally:
+            del self._pickler  # it refers to the value, and to this
+
+    def names_what_others_lack(self) -> bool:
+        """Whether the pickle refers to something by a name that means something else, or nothing, elsewhere."""
+        by_value = [name.encode() for name in cloudpickle.list_registry_pickle_by_value()]
+        return any(name in self.pieces for name in (b"__main__", *by_value))
+
+    def outcome(self) -> tuple[dict[str, Any], list[Frame]]:
+        """Return header and frames."""
+        header = {"serializer": "pickle", "writeable": tuple(not buffer.readonly for buffer in self.buffers)}
+        return header, [self.pieces.frame(), *self.buffers]
+
+    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _APART_NBYTES:
+            return True
+        self.buffers.append(raw)
+        return False
+
+    def reduce(self, value: Any) -> Any:
+        """See :meth:`pickle.Pickler.reducer_override`."""
+        cls = type(value)
+        known = self._ways.get(id(cls))
+        if known is None:
+            known = self._ways[id(cls)] = cls, self._way(cls)
+        return NotImplemented if known[1] is None else known[1](value)
+
+    def _way(self, cls: type) -> Reduce | None:
+        if any(type.__subclasscheck__(bound, cls) for bound in _BOUND):
+            return _refuse
+        if registration(cls) == "inherited":
+            self.inherits = True
+            if self._by_base:
+                return reduce_registered
+        return reduction_of(cls)
+
+
+def _refuse(value: Any) -> Any:
+    raise _BoundObject(
+        f"it has a {named(type(value))}, of which scheduler and client must know while the value is there"
+    )
+
+
+class _Pickler(pickle.Pickler):
+    attempt: _Attempt
+
+    def reducer_override(self, value: Any) -> Any:
+        """See :meth:`_Attempt.reduce`."""
+        return self.attempt.reduce(value)
+
+
+class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    attempt: _Attempt
+
+    def reducer_override(self, value: Any) -> Any:
+        """See :meth:`_Attempt.reduce`."""
+        reduced = self.attempt.reduce(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+
+def pickled(value: object) -> tuple[dict[str, Any], list[Frame]]:
+    """Return header and frames of a value as distributed's ``pickle`` family has them. The frames alias the value.
+
+    Raises
+    ------
+    TypeError
+        It cannot be pickled, or must not be: it has an object that is bound to this process.
+    MemoryError
+        There is no room for what has to be copied.
+    """
+    by_value, by_base = False, False
+    while True:
+        attempt = _Attempt(by_value=by_value, by_base=by_base)
+        try:
+            attempt.dump(value)
+        except (MemoryError, RecursionError, _BoundObject):
+            raise
+        except Exception as error:
+            if by_value and (by_base or not attempt.inherits):
+                raise TypeError(f"cannot serialise an object of type {named(type(value))}: {_told(error)}") from error
+            by_base = by_value
+            cut_loose(error)
+        else:
+            if by_value or not attempt.names_what_others_lack():
+                return attempt.outcome()
+        by_value = True
+
+
+def _told(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
