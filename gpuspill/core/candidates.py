@@ -48,7 +48,7 @@ class Candidates:
     """
 
     def __init__(self, ledger: Ledger, held: Callable[[int], bool]) -> None:
-        self.queue = EvictionQueue()
+        self.queue = EvictionQueue(ledger.entries)
         self.uses = NextUse()
         self.relieved = 0
         self._keys = ledger.keys
@@ -130,12 +130,12 @@ class Candidates:
                 self.classify(entry)
 
     def _next_use(self, entry: Entry) -> Order | None:
-        if len(entry.keys) == 1:
-            (key,) = entry.keys
-            return self.uses.next(key)
-        if len(entry.keys) > FEW_KEYS:
+        keys = entry.keys
+        if len(keys) == 1:
+            return self.uses.next(entry.key)
+        if len(keys) > FEW_KEYS:
             return None  # it goes by recency alone
-        return min((use for key in entry.keys if (use := self.uses.next(key)) is not None), default=None)
+        return min((use for key in keys if (use := self.uses.next(key)) is not None), default=None)
 
     # -- choosing ------------------------------------------------------------------------------------
 

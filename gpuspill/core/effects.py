@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpuspill.core.budget import Reservation
+from gpuspill.core.ledger import Entry
 
 __all__ = ["Counters", "Effects"]
 
@@ -24,7 +25,7 @@ class Effects:
     granted
         Reservations that were granted while they waited.
     forgotten
-        Proxies that no longer exist.
+        Proxies that no longer exist, and what was known of them.
     loosened
         Proxies of memory that no value has any more once what is dropped is gone; then
         :meth:`SpillState.loosen <gpuspill.core.state.SpillState.loosen>`.
@@ -33,7 +34,7 @@ class Effects:
     dropped: list[int] = field(default_factory=list)
     deleted: list[int] = field(default_factory=list)
     granted: list[Reservation] = field(default_factory=list)
-    forgotten: list[int] = field(default_factory=list)
+    forgotten: dict[int, Entry] = field(default_factory=dict)
     loosened: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -42,7 +43,7 @@ class Effects:
     def take(self) -> Effects:
         """Return what was collected, once."""
         taken = Effects(self.dropped, self.deleted, self.granted, self.forgotten, self.loosened)
-        self.dropped, self.deleted, self.granted, self.forgotten, self.loosened = [], [], [], [], []
+        self.dropped, self.deleted, self.granted, self.forgotten, self.loosened = [], [], [], {}, []
         return taken
 
 

@@ -8,13 +8,16 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
+from dataclasses import dataclass
 from sys import getsizeof
+from typing import Any, Generic, TypeVar, overload
 
 from gpuspill.core.residency import Residency, Tier
 
-__all__ = ["FEW_KEYS", "Entry", "Ledger"]
+__all__ = ["FEW_KEYS", "Entry", "Ledger", "Rare"]
+
+T = TypeVar("T")
 
 #: So many keys of a value may be looked through whenever one comes or goes. What has more is None, a number or a string
 #: that thousands of tasks return: that would be quadratic in their number.
@@ -22,6 +25,45 @@ FEW_KEYS = 32
 
 #: With no more than that left, a dictionary that takes more bytes than this has had many times as many.
 _SPARSE_NBYTES = 8192
+
+
+class Rare(Generic[T]):
+    """An attribute of an entry that takes no memory while it is what it is for most values.
+
+    There may be a million values, and each of these attributes would take eight bytes of every one.
+
+    Parameters
+    ----------
+    default
+        What it is for most, and what it has to be set to for its memory to be given back: that very object.
+    """
+
+    def __init__(self, default: T) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, entry: None, owner: type) -> Rare[T]: ...
+    @overload
+    def __get__(self, entry: Entry, owner: type) -> T: ...
+    def __get__(self, entry: Entry | None, owner: type) -> Rare[T] | T:
+        if entry is None:
+            return self
+        rare = entry.rare
+        return self._default if rare is None else rare.get(self._name, self._default)
+
+    def __set__(self, entry: Entry, value: T) -> None:
+        rare = entry.rare
+        if value is not self._default:
+            if rare is None:
+                rare = entry.rare = {}
+            rare[self._name] = value
+        elif rare is not None:
+            rare.pop(self._name, None)
+            if not rare:
+                entry.rare = None
 
 
 @dataclass(slots=True, eq=False)
@@ -38,13 +80,16 @@ class Entry(Residency):
         Bytes its value takes in memory (an estimate until it was serialised once).
     disk_nbytes
         Bytes of its record; 0 without one.
-    keys
-        The keys that hold it, in the order in which they came. Empty once all were deleted while it was pinned or
-        moving. A dictionary because the garbage collector does not look at one of names and None, as it does at a set.
+    key
+        One of the keys that hold it, or the last that did.
     unspillable
         It cannot be serialised and stays in memory for good.
     had_use
         A use of it was expected at some time (see the policy's first rule).
+    turns
+        The eviction queue's.
+    rare
+        What is not as it is for most values, by name; see :class:`Rare`.
     parts
         Proxies of memory that the value keeps alive while it is in memory. That is charged to them, once, whatever the
         number of values that have it.
@@ -57,7 +102,7 @@ class Entry(Residency):
     loose
         The last of them was let go, but is perhaps not gone yet.
     need
-        Bytes that its record takes, or would have taken when it was last tried; 0 if it never got that far.
+        Bytes that its record would have taken when it was last tried; 0 if it never got that far.
     refusals
         How often in a row it could not be written for a reason that may pass.
     refused
@@ -69,43 +114,72 @@ class Entry(Residency):
     pid: int
     nbytes: int
     disk_nbytes: int = 0
-    keys: dict[Hashable, None] = field(default_factory=dict)
+    key: Hashable = None
     unspillable: bool = False
     had_use: bool = False
-    renewed: bool = False
-    need: int = 0
-    refusals: int = 0
-    refused: bool = False
-    parts: tuple[int, ...] = ()
-    apart_nbytes: int = 0
-    owners: int = 0
-    leaving: int = 0
-    loose: bool = False
+    turns: int = 0
+    rare: dict[str, Any] | None = None
+    # None if just `key` holds it, as for most values. Else a dictionary, because the garbage collector does not look at
+    # one of names and None, as it does at a set.
+    _names: dict[Hashable, None] | tuple[()] | None = ()
+
+    renewed = Rare(False)
+    need = Rare(0)
+    refusals = Rare(0)
+    refused = Rare(False)
+    parts = Rare[tuple[int, ...]](())
+    apart_nbytes = Rare(0)
+    owners = Rare(0)
+    leaving = Rare(0)
+    loose = Rare(False)
+
+    @property
+    def keys(self) -> Collection[Hashable]:
+        """The keys that hold it, in the order in which they came.
+
+        Empty once all were deleted while it was pinned or moving.
+        """
+        return (self.key,) if self._names is None else self._names
+
+    def add_key(self, key: Hashable) -> None:
+        """`key`, which did not, holds it from now on."""
+        names = self._names
+        if names is None:
+            self._names = {self.key: None, key: None}
+        elif names:
+            names[key] = None
+        else:
+            self.key, self._names = key, None
 
     def release_key(self, key: Hashable) -> None:
         """`key` does not hold it any more."""
-        keys = self.keys
-        del keys[key]
+        names = self._names
+        if not names:
+            self._names = ()
+            return
+        del names[key]
+        if len(names) == 1:
+            (self.key,) = names
+            self._names = None
         # A dictionary keeps the places of those that have gone, and looks at each one to find those that are left.
-        if len(keys) <= FEW_KEYS and getsizeof(keys) > _SPARSE_NBYTES:
-            self.keys = dict.fromkeys(keys)
+        elif len(names) <= FEW_KEYS and getsizeof(names) > _SPARSE_NBYTES:
+            self._names = dict.fromkeys(names)
 
     @property
     def needed(self) -> bool:
         """Whether a key, a pin, a move or another value needs it."""
-        return bool(self.keys or self.pins or self.target is not None or self.owners or self.loose)
+        if self._names != () or self.pins or self.target is not None:
+            return True
+        return self.rare is not None and bool(self.owners or self.loose)
 
     @property
     def evictable(self) -> bool:
         """Whether eviction may consider it, now or later."""
-        return (
-            self.resident
-            and not self.pins
-            and self.target is None
-            and not self.owners
-            and not self.loose
-            and (not self.unspillable or self.has(Tier.DISK))
-        )
+        if not self.resident or self.pins or self.target is not None:
+            return False
+        if self.rare is not None and (self.owners or self.loose):
+            return False
+        return not self.unspillable or self.has(Tier.DISK)
 
     @property
     def charged(self) -> bool:
@@ -120,12 +194,16 @@ class Ledger:
     ----------
     make
         ``make(pid, nbytes)`` makes an entry; whoever keeps more of each value than the core does can give a subclass.
+    entries
+        Where to keep them; by default a dictionary.
     """
 
-    def __init__(self, make: Callable[[int, int], Entry] = Entry) -> None:
+    def __init__(
+        self, make: Callable[[int, int], Entry] = Entry, entries: MutableMapping[int, Any] | None = None
+    ) -> None:
         self._make = make
         self.keys: dict[Hashable, Entry] = {}
-        self.entries: dict[int, Entry] = {}
+        self.entries: MutableMapping[int, Entry] = {} if entries is None else entries
         self._last = 0
 
     def create(self, nbytes: int) -> Entry:
@@ -144,7 +222,7 @@ class Ledger:
         if before is not None:
             before.release_key(key)
         self.keys[key] = entry
-        entry.keys[key] = None
+        entry.add_key(key)
         return before
 
     def unbind(self, key: Hashable) -> Entry:

@@ -99,7 +99,7 @@ class Lifetimes:
             self._let_go_of_parts(entry)
         self._read_ahead.gone(pid)
         self._ledger.forget(entry)
-        self._effects.forgotten.append(pid)
+        self._effects.forgotten[pid] = entry
 
     # -- parts ---------------------------------------------------------------------------------------
 

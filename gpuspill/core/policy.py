@@ -23,8 +23,9 @@ nobody used it meanwhile: it goes first, without another write.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from typing import Protocol
 
 __all__ = ["EvictionQueue", "NextUse", "Order"]
 
@@ -46,8 +47,123 @@ class _Furthest:
         return self.order > other.order
 
 
+class HasTurns(Protocol):
+    """A value, as far as it concerns :class:`Recent`, to which the attribute belongs."""
+
+    turns: int
+
+
+class Recent:
+    """Proxies, those first that were put there longest ago.
+
+    Parameters
+    ----------
+    entries
+        Has one for each proxy that is in, and may lose it when the proxy is taken out.
+
+    Notes
+    -----
+    All values of which nothing is known wait here, so that a place takes eight bytes, and not the hundred of an ordered
+    dictionary. A proxy that is put in once more, or taken out, leaves its places behind, and only the last one of them
+    counts. How many it has is noted in its entry, as a negative number while it is not in. Amortised O(1).
+    """
+
+    def __init__(self, entries: Mapping[int, HasTurns]) -> None:
+        self._entries = entries
+        self._places: deque[int] = deque()
+        self._first: OrderedDict[int, None] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count + len(self._first)
+
+    def __contains__(self, pid: int) -> bool:
+        entry = self._entries.get(pid)
+        return entry is not None and (entry.turns > 0 or pid in self._first)
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the proxies, in no particular order."""
+        yield from self._first
+        seen = set()
+        for pid in self._places:
+            if pid not in seen and (entry := self._entries.get(pid)) is not None and entry.turns > 0:
+                seen.add(pid)
+                yield pid
+
+    def add(self, pid: int, *, first: bool = False) -> None:
+        """Put `pid` last, or `first`, whether it is in or not."""
+        entry = self._entries[pid]
+        if first:
+            self.discard(pid)
+            self._first[pid] = None
+            self._first.move_to_end(pid, last=False)
+            return
+        turns = entry.turns
+        if turns <= 0:
+            self._first.pop(pid, None)
+            self._count += 1
+        entry.turns = abs(turns) + 1
+        self._places.append(pid)
+        if len(self._places) > 64 and len(self._places) > 2 * self._count:
+            self._tidy()
+
+    def discard(self, pid: int) -> bool:
+        """Take `pid` out; return whether it was in."""
+        entry = self._entries.get(pid)
+        if entry is None:
+            return False
+        if entry.turns > 0:
+            entry.turns = -entry.turns
+            self._count -= 1
+            return True
+        return self._first.pop(pid, self) is None
+
+    def peek(self) -> int | None:
+        """Return the first one."""
+        if self._first:
+            return next(iter(self._first))
+        places = self._places
+        while places:
+            pid = places[0]
+            entry = self._entries.get(pid)
+            if entry is not None:
+                if entry.turns == 1:
+                    return pid
+                entry.turns += 1 if entry.turns < 0 else -1
+            places.popleft()
+        return None
+
+    def _tidy(self) -> None:
+        kept: deque[int] = deque()
+        for pid in reversed(self._places):
+            entry = self._entries.get(pid)
+            if entry is not None:
+                if entry.turns > 0:
+                    kept.appendleft(pid)
+                entry.turns = 0
+        for pid in kept:
+            self._entries[pid].turns = 1
+        self._places = kept
+
+    def validate(self) -> None:
+        """Raise AssertionError if what is noted in the entries is wrong. O(n)."""
+        places: dict[int, int] = {}
+        for pid in self._places:
+            places[pid] = places.get(pid, 0) + 1
+        assert {pid: abs(e.turns) for pid, e in self._entries.items() if e.turns} == {
+            pid: count for pid, count in places.items() if pid in self._entries
+        }
+        assert self._count == sum(entry.turns > 0 for entry in self._entries.values())
+        assert not any(self._entries[pid].turns > 0 for pid in self._first)
+
+
 class EvictionQueue:
     """The proxies that may be evicted, in the order in which they would be.
+
+    Parameters
+    ----------
+    entries
+        See :class:`Recent`.
 
     Attributes
     ----------
@@ -61,10 +177,10 @@ class EvictionQueue:
     heap is rebuilt when most of it is such items. Not thread-safe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Mapping[int, HasTurns]) -> None:
         self._spent_clean: OrderedDict[int, None] = OrderedDict()
         self._spent: OrderedDict[int, None] = OrderedDict()
-        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._recent = Recent(entries)
         self._planned: dict[int, Order] = {}
         self._heap: list[_Furthest] = []
         self._chosen: set[int] = set()
@@ -115,7 +231,10 @@ class EvictionQueue:
                 self._heap = [_Furthest(o, p) for p, o in self._planned.items()]
                 heapq.heapify(self._heap)
             return
-        listed = self._recent if not spent else self._spent_clean if clean else self._spent
+        if not spent:
+            self._recent.add(pid, first=first)
+            return
+        listed = self._spent_clean if clean else self._spent
         listed[pid] = None
         if first:
             listed.move_to_end(pid, last=False)
@@ -133,9 +252,9 @@ class EvictionQueue:
 
     def discard(self, pid: int) -> None:
         """Take a proxy out, if it is in."""
-        if pid in self._recent:
-            del self._recent[pid]
-        elif pid in self._spent_clean:
+        if self._recent.discard(pid):
+            return
+        if pid in self._spent_clean:
             del self._spent_clean[pid]
         elif pid in self._spent:
             del self._spent[pid]
@@ -152,20 +271,25 @@ class EvictionQueue:
     def touch(self, pid: int) -> None:
         """Note a use of `pid`. A known next use stays what it is."""
         if pid in self._recent:
-            self._recent.move_to_end(pid)
+            self._recent.add(pid)
         elif pid in self._spent_clean or pid in self._spent:
             # Somebody wanted it although no known task did: its future is unknown again.
             self.discard(pid)
-            self._recent[pid] = None
+            self._recent.add(pid)
         else:
             self._chosen.discard(pid)
 
     def peek(self) -> int | None:
         """Return the next victim without taking it out."""
         spent = self._spent if len(self._spent) > self.patience else ()
-        for listed in (self._spent_clean, spent, self._recent, self._spent):
+        for listed in (self._spent_clean, spent):
             if listed:
                 return next(iter(listed))
+        recent = self._recent.peek()
+        if recent is not None:
+            return recent
+        if self._spent:
+            return next(iter(self._spent))
         while self._heap:
             item = self._heap[0]
             if self._planned.get(item.pid) == item.order:
@@ -179,6 +303,7 @@ class EvictionQueue:
 
     def validate(self, clean: Collection[int] | None = None) -> None:
         """Raise AssertionError if the indices contradict each other, or what is known of copies below."""
+        self._recent.validate()
         listed = (self._spent_clean, self._spent, self._recent, self._planned)
         assert len(set().union(*listed)) == len(self)
         assert not any(pid in self for pid in self._chosen)

@@ -115,7 +115,7 @@ class Spills:
         entry.complete()
         self._counters.spills += 1
         self._counters.spilled_nbytes += entry.nbytes
-        refusals, entry.refusals = entry.refusals, 0
+        refusals, entry.refusals, entry.need = entry.refusals, 0, 0
         renewed, entry.renewed = entry.renewed, False
         if not entry.needed:
             self._lifetimes.release(entry)

@@ -24,7 +24,8 @@ with :meth:`SpillState.take_effects` before it lets go of its lock, and performs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, MutableMapping
+from typing import Any
 
 from gpuspill.core.accounting import Charges
 from gpuspill.core.admission import Room
@@ -61,7 +62,7 @@ class SpillState:
         it would free nothing. Called during decisions; must be fast and must not call back.
     keep_clean
         Keep the record of a restored value, so that evicting it again is not a write.
-    make_entry
+    make_entry, entries
         See :class:`~gpuspill.core.ledger.Ledger`.
 
     Attributes
@@ -87,11 +88,12 @@ class SpillState:
         held: Callable[[int], bool] = _never,
         keep_clean: bool = True,
         make_entry: Callable[[int, int], Entry] = Entry,
+        entries: MutableMapping[int, Any] | None = None,
     ) -> None:
         effects = self.effects = Effects()
         counters = self.counters = Counters()
         memory = self.memory = Budget(limit)
-        ledger = self.ledger = Ledger(make_entry)
+        ledger = self.ledger = Ledger(make_entry, entries)
         read_ahead = self.read_ahead = ReadAhead()
         charges = self.charges = Charges(memory)
         candidates = self.candidates = Candidates(ledger, held)
@@ -276,8 +278,9 @@ class SpillState:
     def pin(self, pid: int) -> None:
         """The value is in use: it is no victim until every pin is undone, and survives the deletion of its keys."""
         entry = self.ledger.entries[pid]
-        for part in entry.parts:
-            self.pin(part)
+        if entry.rare is not None:
+            for part in entry.parts:
+                self.pin(part)
         entry.pin()
         self.read_ahead.used(pid)
         if entry.pins == 1:
@@ -290,8 +293,9 @@ class SpillState:
         """Undo one pin."""
         entry = self.ledger.entries[pid]
         entry.unpin()
-        for part in entry.parts:
-            self.unpin(part)
+        if entry.rare is not None:
+            for part in entry.parts:
+                self.unpin(part)
         if not entry.pins:
             self.charges.unpin(entry)
             self._lifetimes.release(entry)

@@ -91,7 +91,12 @@ class Metadata:
         self.slots = Slots(custody)
         self.promptly = custody is not None
         self.state = SpillState(
-            limit=limit, disk_limit=disk_limit, held=self.slots.held, keep_clean=keep_clean, make_entry=Slot
+            limit=limit,
+            disk_limit=disk_limit,
+            held=self.slots.held,
+            keep_clean=keep_clean,
+            make_entry=Slot,
+            entries=self.slots,
         )
         self.admissions: dict[Reservation, Admission] = {}
         self.promises: dict[Hashable, Admission] = {}
@@ -131,10 +136,8 @@ class Metadata:
         slots = self.slots
         with self as state:
             state.validate()
-            entries = state.ledger.entries
-            assert slots.keys() == entries.keys()
-            for pid, slot in slots.items():
-                assert entries[pid] is slot, slot.key
+            for slot in slots.values():
+                assert slot.sizeof >= 0, slot.key
                 if slot.resident:
                     listed = slots.by_id.get(id(slot.value))
                     assert listed is None or slots[listed].value is slot.value, slot.key
@@ -182,17 +185,21 @@ class Metadata:
             nbytes = 0
             receipts: list[Receipt] = []
             granted: list[Admission] = []
+            slots = self.slots
             for pid in effects.dropped:
-                entry = state.ledger.entries.get(pid)
-                values.append(self.slots.detach(pid, entry))
-                nbytes += self.slots[pid].sizeof if entry is None else entry.nbytes
+                slot = slots.get(pid) or effects.forgotten[pid]
+                assert type(slot) is Slot
+                values.append(slots.detach(slot))
+                nbytes += slot.nbytes if pid in slots else slot.sizeof
             for pid in effects.deleted:
-                slot = self.slots[pid]
+                slot = slots.get(pid) or effects.forgotten[pid]
+                assert type(slot) is Slot
                 if slot.receipt is not None:
                     receipts.append(slot.receipt)
                     slot.receipt = None
-            for pid in effects.forgotten:
-                self.slots.forget(pid)
+            for slot in effects.forgotten.values():
+                assert type(slot) is Slot
+                slots.forget_ghost(slot)
             for reservation in effects.granted:
                 admission = self.admissions.pop(reservation, None)
                 if admission is not None:

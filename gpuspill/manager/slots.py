@@ -10,7 +10,7 @@ from sys import getrefcount
 from typing import Any, Protocol
 
 from gpuspill.classes import attribute_of
-from gpuspill.core.ledger import Entry
+from gpuspill.core.ledger import Entry, Rare
 from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import Receipt
 
@@ -76,15 +76,11 @@ class Slot(Entry):
 
     Attributes
     ----------
-    key
-        One key it was stored under, for messages.
     value
         The value while it is in memory, else None. An :class:`~gpuspill.manager.serialization.Encoded` that
         nobody has needed yet is in memory too, but has to be decoded before it can be handed out.
-    kind
-        Its type.
     sizeof
-        Its size as the caller gave it, in bytes, uncorrected.
+        Its size as the caller gave it, in bytes, uncorrected; negative until it has entered.
     device_nbytes
         Bytes that a value which came as bytes will take on a device, while it is not decoded.
     receipt
@@ -99,37 +95,31 @@ class Slot(Entry):
         Why it is lost, if it is.
     """
 
-    __slots__ = (
-        "device_nbytes",
-        "found_held",
-        "ghost",
-        "ghost_id",
-        "key",
-        "kind",
-        "loss",
-        "receipt",
-        "restoring",
-        "sizeof",
-        "value",
-    )
+    __slots__ = ("receipt", "sizeof", "value")
+
+    device_nbytes = Rare(0)
+    found_held = Rare(0)
+    ghost = Rare[Callable[[], Any] | None](None)
+    ghost_id = Rare(0)
+    loss = Rare[str | None](None)
+    restoring = Rare[Restore | None](None)
 
     def __init__(self, pid: int, nbytes: int) -> None:
         super().__init__(pid, nbytes)
-        self.key: Hashable = None
         self.value: Any = None
-        self.kind: type = object
-        self.sizeof = 0
-        self.device_nbytes = 0
+        self.sizeof = -1
         self.receipt: Receipt | None = None
-        self.restoring: Restore | None = None
-        self.ghost: Callable[[], Any] | None = None
-        self.ghost_id = 0
-        self.found_held = 0
-        self.loss: str | None = None
+
+    @property
+    def kind(self) -> type:
+        """The type of its value, which has to be in memory."""
+        return type(self.value)
 
 
 class Slots(dict[int, Slot]):
     """Slots by proxy, and proxies by the identity of values in memory. Guarded by the metadata lock.
+
+    It is the core's table of entries, too: there is one a value.
 
     Parameters
     ----------
@@ -158,18 +148,15 @@ class Slots(dict[int, Slot]):
     def enter(self, entry: Entry, key: Hashable, value: object, nbytes: int) -> None:
         """Put a new value of `nbytes` bytes, as the caller gave it, in its slot, which the core has made."""
         assert type(entry) is Slot
-        pid = entry.pid
-        self[pid] = entry
-        entry.key, entry.value, entry.kind, entry.sizeof = key, value, type(value), nbytes
+        entry.key, entry.value, entry.sizeof = key, value, nbytes
         if type(value) is Encoded:
             entry.device_nbytes = value.device_nbytes
             self.undecoded += 1
-        self.by_id[id(value)] = pid
+        self.by_id[id(value)] = entry.pid
 
     def enter_below(self, entry: Entry, key: Hashable, nbytes: int, receipt: Receipt) -> None:
         """The same for a value of `nbytes` bytes that is on disk already."""
         assert type(entry) is Slot
-        self[entry.pid] = entry
         entry.key, entry.sizeof, entry.receipt = key, nbytes, receipt
 
     def ready(self, pid: int) -> bool:
@@ -188,36 +175,30 @@ class Slots(dict[int, Slot]):
                     return None
         return pid
 
-    def forget(self, pid: int) -> None:
-        """Remove the slot of a proxy that exists no longer; its value was detached before."""
-        self._drop_ghost(pid)
-        del self[pid]
-
-    def _drop_ghost(self, pid: int) -> None:
-        slot = self[pid]
+    def forget_ghost(self, slot: Slot) -> None:
+        """The value is in memory again, or the proxy exists no longer."""
         if slot.ghost is not None:
-            if self._ghosts.get(slot.ghost_id) == pid:
+            if self._ghosts.get(slot.ghost_id) == slot.pid:
                 del self._ghosts[slot.ghost_id]
-            slot.ghost = None
+            slot.ghost, slot.ghost_id = None, 0
 
     def attach(self, pid: int, value: object) -> None:
         """Put a value that was restored or decoded in its slot."""
         slot = self[pid]
         self._unlist(pid, slot.value)
-        self._drop_ghost(pid)
+        self.forget_ghost(slot)
         self.undecoded += (type(value) is Encoded) - (type(slot.value) is Encoded)
-        slot.kind = type(value)
         slot.device_nbytes = 0
         slot.value, slot.restoring, slot.found_held = value, None, 0
         self.by_id[id(value)] = pid
 
-    def detach(self, pid: int, entry: Entry | None) -> object:
-        """Take the value out of its slot. `entry` is None if the proxy is forgotten."""
-        slot = self[pid]
+    def detach(self, slot: Slot) -> object:
+        """Take the value out of its slot, which may be that of a proxy that exists no longer."""
+        pid = slot.pid
         if self._custody is not None:
             slot.ghost = self._custody.leave(slot.value)
         # Not of bytes: a reader would be given them in the place of the value.
-        kept = self._custody is None and slot.found_held and entry is not None and type(slot.value) is not Encoded
+        kept = self._custody is None and slot.found_held and pid in self and type(slot.value) is not Encoded
         if kept and _weakly_referable(slot.value):
             slot.ghost, slot.ghost_id = weakref.ref(slot.value), id(slot.value)
             self._ghosts[slot.ghost_id] = pid
@@ -239,10 +220,12 @@ class Slots(dict[int, Slot]):
         A value that refers to itself looks held for ever; after a few refusals it is evicted all the same if a weak
         reference can preserve its identity for those who do hold it.
         """
-        slot = self.get(pid)
-        if slot is not None and self._custody is not None:
+        slot = self[pid]
+        if slot.sizeof < 0:
+            return False
+        if self._custody is not None:
             return self._custody.held(slot.value)
-        if slot is None or getrefcount(slot.value) <= self._unheld:
+        if getrefcount(slot.value) <= self._unheld:
             return False
         slot.found_held += 1
         return slot.found_held <= _PATIENCE or not _weakly_referable(slot.value)

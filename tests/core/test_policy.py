@@ -18,6 +18,20 @@ from .counting import Comparisons, count_lines
 orders = st.lists(st.integers(0, 3).map(float), min_size=1, max_size=3).map(tuple)
 
 
+class Turns:
+    turns = 0
+
+
+class Entries(defaultdict[int, Turns]):
+    """Has one for each proxy that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(Turns)
+
+    def get(self, pid: int) -> Turns:
+        return self[pid]
+
+
 class SortedList:
     """The same order, found by sorting everything each time."""
 
@@ -83,7 +97,7 @@ operations = st.lists(
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(operations, st.integers(0, 3))
 def test_eviction_order_against_a_sorted_list(operations, patience):
-    queue, model = EvictionQueue(), SortedList(patience)
+    queue, model = EvictionQueue(Entries()), SortedList(patience)
     queue.patience = patience
     for operation, *arguments in operations:
         if operation == "add":
@@ -301,7 +315,7 @@ MANY = 100_000
 
 
 def test_recency_compares_nothing():
-    queue, comparisons = EvictionQueue(), Comparisons()
+    queue, comparisons = EvictionQueue(Entries()), Comparisons()
     queue.add(-1, (comparisons.number(1.0),))
     for pid in range(1000):
         queue.add(pid)
@@ -314,7 +328,7 @@ def test_recency_compares_nothing():
 
 @pytest.mark.parametrize(("pattern", "count"), [("rising", MANY), ("falling", 5000), ("random", 5000), ("equal", 5000)])
 def test_known_uses_cost_log_n_comparisons(pattern, count):
-    queue, comparisons = EvictionQueue(), Comparisons()
+    queue, comparisons = EvictionQueue(Entries()), Comparisons()
     make = {
         "rising": lambda i: i,
         "falling": lambda i: -i,
@@ -336,7 +350,7 @@ def test_known_uses_cost_log_n_comparisons(pattern, count):
 
 
 def test_a_use_that_keeps_changing_does_not_pile_up():
-    queue = EvictionQueue()
+    queue = EvictionQueue(Entries())
     for pid in range(100):
         queue.add(pid, (float(pid),))
     for time in range(10_000):

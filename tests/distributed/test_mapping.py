@@ -6,6 +6,7 @@ import asyncio
 import gc
 import pickle
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -513,3 +514,27 @@ def test_what_was_gathered_from_a_device_goes_without_the_garbage_collector(tmp_
         finally:
             gc.enable()
             store.close()
+
+
+def test_a_value_takes_no_more_than_400_bytes_beside_itself_and_its_key(tmp_path):
+    """Of small values there may be a million."""
+    count = 50_000
+    keys, values = [f"key-{n}" for n in range(count)], [float(n) for n in range(count)]
+    store = build_store(Settings(device=None), str(tmp_path))
+    try:
+        store["first"] = None
+        gc.collect()
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for key, value in zip(keys, values, strict=True):
+                store[key] = value
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert (after - before) / count <= 400
+        for key in keys:
+            store.peek(key)
+        assert len(store.manager._metadata.state.queue._recent._places) <= 2 * count + 64, "uses leave something behind"
+    finally:
+        store.close()
