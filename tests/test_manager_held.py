@@ -158,13 +158,14 @@ def test_storing_an_evicted_value_that_is_alive_finds_it(kit, key):
     kit.manager.store("a", value)
     outlast_patience(kit)
     assert not kit.manager.is_resident("a")
+    reads = kit.store.statistics().reads
     kit.manager.set_limit(None, None)
     kit.manager.store(key, value)
     kit.manager.validate()
     assert kit.manager.get("a") is kit.manager.get(key) is value
     assert kit.manager.memory_total() == 100, "one value, charged once"
     kit.manager.validate()
-    assert kit.store.statistics().reads == 0
+    assert kit.store.statistics().reads == reads
     kit.manager.discard("a")
     kit.manager.validate()
 

@@ -265,6 +265,7 @@ def test_without_any_thread_the_callers_spill_and_restore(kit, monkeypatch, capl
 
 
 def test_reading_a_value_while_it_is_written_does_not_wait(kit):
+    kit.store.manual = {"write"}  # what is written of it is read afterwards, and compared
     value = Value("a")
     kit.manager.store("a", value)
     del value
@@ -399,6 +400,7 @@ def closing(kit: Kit) -> Iterator[None]:
 
 
 def test_closing_while_a_value_is_written(kit):
+    kit.store.manual = {"write"}
     kit.manager.store("a", Value("a"))
     kit.manager.set_limit(0, None)
     (write,) = kit.store.wait_for("write")

@@ -150,11 +150,16 @@ class Candidates:
         """Whether this one may go now, whatever its turn. It is set aside if somebody holds it."""
         return pid in self.queue and not self._set_aside_if_held(pid)
 
+    def spare(self, pid: int) -> None:
+        """Leave a candidate alone for a while, as one that somebody holds. Nothing if it is none."""
+        if pid in self.queue:
+            self.queue.discard(pid)
+            self._held[pid] = None
+
     def _set_aside_if_held(self, pid: int) -> bool:
         if not self._is_held(pid):
             return False
-        self.queue.discard(pid)
-        self._held[pid] = None
+        self.spare(pid)
         return True
 
     # -- trying again --------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ class Entry(Residency):
         The last time is now: it is left alone until it is to be tried again, whatever happens to it meanwhile.
     renewed
         The value was stored anew while it moved: the record, or what is being written, may hold what it was before.
+    taken
+        It was used while it was being written, and may have been changed: the record does not count.
     """
 
     pid: int
@@ -124,6 +126,7 @@ class Entry(Residency):
     _names: dict[Hashable, None] | tuple[()] | None = ()
 
     renewed = Rare(False)
+    taken = Rare(False)
     need = Rare(0)
     refusals = Rare(0)
     refused = Rare(False)

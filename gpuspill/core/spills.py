@@ -89,13 +89,28 @@ class Spills:
         """The record of a spill in flight will take `nbytes` on disk. Returns False if the quota forbids it."""
         return self._records.reserve(self._entry(pid), nbytes)
 
+    def in_doubt(self, pid: int) -> bool:
+        """Whether the value was used since its spill began, or since this was last asked.
+
+        Who used it may have changed it in place. The caller has to compare what it writes with the value as it is from
+        now on, and call :meth:`doubt` if they are not the same.
+        """
+        entry = self._entry(pid)
+        taken, entry.taken = entry.taken, False
+        return taken
+
+    def doubt(self, pid: int) -> None:
+        """What is written of a value is perhaps not what it is: the record will not count."""
+        self._entry(pid).taken = True
+
     def complete(self, pid: int, disk_nbytes: int, *, force: bool = False) -> None:
         """The record is written and verified.
 
         The value in memory is let go if its room is still needed and nobody took it up meanwhile; else the record stays
         behind as a clean copy, if such are kept, and with it the value keeps its turn unless somebody used it
         meanwhile. A record that turns out so much larger than was reserved that it is over the quota is given up: the
-        value stays in memory, as if the write had failed.
+        value stays in memory, as if the write had failed. So is one that is still :meth:`in_doubt`, and the value is
+        left alone for a while, like one that is held.
 
         Parameters
         ----------
@@ -117,12 +132,15 @@ class Spills:
         self._counters.spilled_nbytes += entry.nbytes
         refusals, entry.refusals, entry.need = entry.refusals, 0, 0
         renewed, entry.renewed = entry.renewed, False
+        taken, entry.taken = entry.taken, False
         if not entry.needed:
             self._lifetimes.release(entry)
-        elif renewed:
+        elif renewed or taken:
             records.keep(entry)
             records.give_up(entry)
             self._candidates.classify(entry)
+            if taken:
+                self._candidates.spare(pid)
         else:
             records.keep(entry)
             if records.exceeded(disk_nbytes):
@@ -154,7 +172,7 @@ class Spills:
         self._records.unwritten(entry)
         self._charges.end_spill(entry)
         entry.fail()
-        entry.renewed = False
+        entry.renewed = entry.taken = False
         self._counters.spill_failures += 1
         if forever:
             self._charges.keep(entry)

@@ -271,7 +271,10 @@ class SpillState:
     # -- use ---------------------------------------------------------------------------------------
 
     def touch(self, pid: int) -> None:
-        """Note a use."""
+        """Note a use. What is being written of the value then does not count, see :meth:`in_doubt`."""
+        entry = self.ledger.entries[pid]
+        if entry.target == Tier.DISK:
+            entry.taken = True
         self.queue.touch(pid)
         self.read_ahead.used(pid)
 
@@ -318,6 +321,14 @@ class SpillState:
     def reserve_record(self, pid: int, nbytes: int) -> bool:
         """See :meth:`Spills.reserve_record <gpuspill.core.spills.Spills.reserve_record>`."""
         return self._spills.reserve_record(pid, nbytes)
+
+    def in_doubt(self, pid: int) -> bool:
+        """See :meth:`Spills.in_doubt <gpuspill.core.spills.Spills.in_doubt>`."""
+        return self._spills.in_doubt(pid)
+
+    def doubt(self, pid: int) -> None:
+        """See :meth:`Spills.doubt <gpuspill.core.spills.Spills.doubt>`."""
+        self._spills.doubt(pid)
 
     def complete_spill(self, pid: int, disk_nbytes: int, *, force: bool = False) -> None:
         """See :meth:`Spills.complete <gpuspill.core.spills.Spills.complete>`."""

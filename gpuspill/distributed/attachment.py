@@ -324,6 +324,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
         store = build_store(settings, worker.local_directory, name=str(worker.name))
     attachment = Attachment(worker, store, settings)
     store.manager.loop_thread = threading.get_ident()
+    store.manager.in_use = partial(internals.in_use, worker)
     if store.tier is not None:
         store.tier.manager.loop_thread = threading.get_ident()
     store.on_store = attachment.learn

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, MutableMapping
 from dataclasses import fields
 from time import time
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ __all__ = [
     "current_store",
     "find_worker",
     "forget_lost",
+    "in_use",
     "inputs_of",
     "is_busy",
     "known_of",
@@ -74,6 +75,15 @@ def inputs_of(worker: Any, ts: Any) -> list[Hashable]:
     if actors:
         return [dep.key for dep in ts.dependencies if dep.key not in actors]
     return [dep.key for dep in ts.dependencies]
+
+
+def in_use(worker: Any, keys: Collection[Hashable]) -> bool:
+    """Return whether a running task has the value of one of `keys` in hand. From any thread."""
+    state = worker.state
+    found = [ts for key in keys if (ts := state.tasks.get(key)) is not None]
+    # Copied first, in one step: on the event loop tasks begin and end meanwhile.
+    running = [*state.executing, *state.long_running] if found else ()
+    return any(ts in task.dependencies for task in running for ts in found)
 
 
 def next_use(worker: Any, key: Hashable) -> tuple[Order, tuple[Hashable, ...]] | None:
@@ -348,7 +358,7 @@ _TASK_FIELDS = {
     "startstops",
     "state",
 }
-_STATE_SLOTS = {"tasks", "actors", "ready", "data"}
+_STATE_SLOTS = {"tasks", "actors", "ready", "data", "executing", "long_running"}
 
 #: How each hook calls what it overrides.
 _CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {

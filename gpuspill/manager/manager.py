@@ -21,7 +21,7 @@ in :mod:`gpuspill.manager.metadata`); the parts carry out:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
@@ -459,6 +459,15 @@ class ProxifyManager:
         """Whether every value is in memory and can be handed out at once."""
         metadata = self._metadata
         return not (metadata.state.charges.away or metadata.slots.undecoded)
+
+    @property
+    def in_use(self) -> Callable[[Collection[Hashable]], bool] | None:
+        """Tells whether a running task has the value of one of some keys in hand; see :class:`Slots`."""
+        return self._metadata.slots.in_use
+
+    @in_use.setter
+    def in_use(self, ask: Callable[[Collection[Hashable]], bool] | None) -> None:
+        self._metadata.slots.in_use = ask
 
     @property
     def loop_thread(self) -> int | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from sys import getrefcount
 from typing import Any, Protocol
 
 from gpuspill.classes import attribute_of
-from gpuspill.core.ledger import Entry, Rare
+from gpuspill.core.ledger import FEW_KEYS, Entry, Rare
 from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import Receipt
 
@@ -130,6 +130,9 @@ class Slots(dict[int, Slot]):
     ----------
     undecoded
         Number of values in memory that came as bytes and are not decoded.
+    in_use
+        ``in_use(keys)`` tells whether a running task has the value of one of these keys in hand; None if that is not
+        known. Called with the metadata lock held, from any thread: must be fast, take no lock and not raise.
     by_id
         Proxies by the identity of their values.
     """
@@ -138,6 +141,7 @@ class Slots(dict[int, Slot]):
         super().__init__()
         self._custody = custody
         self.undecoded = 0
+        self.in_use: Callable[[Collection[Hashable]], bool] | None = None
         self.by_id: dict[int, int] = {}
         self._ghosts: dict[int, int] = {}
         # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
@@ -218,7 +222,7 @@ class Slots(dict[int, Slot]):
 
         Works for every type, also those that cannot be weakly referenced, and for views: they refer to what they view.
         A value that refers to itself looks held for ever; after a few refusals it is evicted all the same if a weak
-        reference can preserve its identity for those who do hold it.
+        reference can preserve its identity for those who do hold it. Not as long as a running task has it in hand.
         """
         slot = self[pid]
         if slot.sizeof < 0:
@@ -226,9 +230,30 @@ class Slots(dict[int, Slot]):
         if self._custody is not None:
             return self._custody.held(slot.value)
         if getrefcount(slot.value) <= self._unheld:
-            return False
+            return self.shares(slot) and self.in_hand(slot)
+        if slot.found_held >= _PATIENCE and self.in_hand(slot):
+            return True
         slot.found_held += 1
         return slot.found_held <= _PATIENCE or not _weakly_referable(slot.value)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the values stand for memory elsewhere."""
+        return self._custody is not None
+
+    def in_hand(self, slot: Slot) -> bool:
+        """Whether a running task has a value in hand, or one that shares memory with it."""
+        in_use = self.in_use
+        if in_use is None:
+            return False
+        # What has more keys is None, a number or a string, which do not change.
+        return any(
+            len(each.keys) <= FEW_KEYS and in_use(each.keys) for each in (slot, *map(self.__getitem__, slot.parts))
+        )
+
+    def shares(self, slot: Slot) -> bool:
+        """Whether a value shares memory with other values."""
+        return any(part.keys or part.owners > 1 for part in map(self.__getitem__, slot.parts))
 
 
 def _weakly_referable(value: object) -> bool:

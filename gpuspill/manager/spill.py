@@ -16,7 +16,8 @@ from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.observer import Observer
 from gpuspill.manager.serialization import Encoded, Serializer
 from gpuspill.manager.slots import Slot
-from gpuspill.storage.base import Frame, Receipt, Store, frame_nbytes
+from gpuspill.storage.base import Borrow, Frame, Receipt, Store, frame_nbytes, in_memory
+from gpuspill.storage.record import digest, flat
 
 __all__ = ["Spiller"]
 
@@ -29,6 +30,8 @@ _HELD_AT_A_TIME = 1000
 #: Seconds between two attempts to write what could not be written: first, and at most. An attempt serialises a value
 #: and may write most of it.
 _BLOCKED = (0.25, 4.0)
+#: A value that was held whenever it was looked at, and was another one after each write, is let go after so many looks.
+_WRITTEN_IN_VAIN = 8
 #: How many of those values are tried at a time, each time others; all of them, one after another, once that works.
 _PROBES = 8
 
@@ -131,10 +134,7 @@ class Spiller:
         start = clock()
         frames: Sequence[Frame]
         try:
-            if type(value) is Encoded:
-                header, frames = value.header, value.frames
-            else:
-                header, frames = self._serializer.dumps(value)
+            header, frames = self._dumps(value)
             raw = len(header) + sum(map(frame_nbytes, frames))
         except BaseException as error:
             if self._give_up(pid, error):
@@ -158,10 +158,14 @@ class Spiller:
             )
             self._fail(pid, None, forever=False)
             return
+        receipt = None
         try:
             receipt = self._store.write(header, frames)
+            sure = self._make_sure(pid, receipt)
         except BaseException as error:
             del value, frames
+            if receipt is not None:
+                self._store.delete(receipt)
             if self._give_up(pid, error):
                 raise
             return
@@ -172,7 +176,8 @@ class Spiller:
             slot.receipt = receipt
             metadata.totals["serialize"] += middle - start
             self._count_write(receipt, raw, stop - middle)
-            self._held.relent(clock())
+            if sure:
+                self._held.relent(clock())
             if state.ledger.entries[pid].refusals:
                 self._blocked.succeeded()
                 self._logged.discard("quota")
@@ -180,6 +185,44 @@ class Spiller:
         if self._observer is not None:
             self._observer("serialize", middle - start, "seconds")
         self._observe_write(receipt, stop - middle)
+
+    def _make_sure(self, pid: int, receipt: Receipt) -> bool:
+        """Find out whether a record is of the value as it is, if that may have been changed while it was written.
+
+        Who was given the value meanwhile may have changed it, or may be about to; so may who held it before, which is
+        evicted all the same in the end, and who has another value with which it shares memory. A value that nobody had
+        in hand costs nothing here.
+        """
+        slots = self._metadata.slots
+        slot = slots[pid]
+        with self._metadata as state:
+            used = state.in_doubt(pid)
+            if slots.elsewhere:
+                return True  # a device orders who copies and who changes
+            if not (used or 0 < slot.found_held <= _WRITTEN_IN_VAIN or slots.shares(slot)):
+                return True
+            sure = not slots.in_hand(slot)
+        sure = sure and self._is_of(receipt, slot.value)
+        if not sure:
+            with self._metadata as state:
+                state.doubt(pid)
+        return sure
+
+    def _is_of(self, receipt: Receipt, value: object) -> bool:
+        """Whether a record is what would be written of a value now. Reads it."""
+        try:
+            header, frames = self._dumps(value)
+            found_header, found = self._store.read(receipt, Borrow())
+            return (header, len(frames)) == (found_header, len(found)) and all(
+                digest(before) == digest(flat(in_memory(now))) for before, now in zip(found, frames, strict=True)
+            )
+        except Exception:  # it is being changed, or the record cannot be read
+            return False
+
+    def _dumps(self, value: object) -> tuple[bytes, Sequence[Frame]]:
+        if type(value) is Encoded:
+            return value.header, value.frames
+        return self._serializer.dumps(value)
 
     def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
         """Write a value to disk under `key`, replacing what the key held, without its ever being in memory. Blocks.
@@ -248,7 +291,11 @@ class Spiller:
     def _give_up(self, pid: int, error: BaseException) -> bool:
         """End a spill that `error` stopped, for good if that is the value's; return whether it is for the caller."""
         interrupted = is_for_caller(error)
-        self._fail(pid, error, forever=not interrupted and not isinstance(error, MemoryError | OSError))
+        with self._metadata as state:
+            # What cannot be serialised while it is being changed may be a moment later.
+            changing = state.in_doubt(pid) or self._metadata.slots.in_hand(self._metadata.slots[pid])
+        forever = not (interrupted or changing or isinstance(error, MemoryError | OSError))
+        self._fail(pid, error, forever=forever)
         return interrupted
 
     def _fail(self, pid: int, error: BaseException | None, *, forever: bool) -> None:

@@ -71,6 +71,8 @@ class SpillEvents:
         "next_spill": 5,
         "force_spill": 2,
         "reserve_record": 3,
+        "take_up": 2,
+        "in_doubt": 2,
         "complete_spill": 5,
         "fail_spill": 4,
         "correct_size": 3,
@@ -233,6 +235,19 @@ class SpillEvents:
         if pid is not None and not self.oracle.values[pid].record and not self.oracle.reserve_record(pid, c.other):
             self.oracle.fail_spill(pid, forever=False)
 
+    def take_up(self, c: Choices) -> None:
+        """Somebody uses a value that is being written, or it turns out that somebody has changed it."""
+        if (pid := self._spilling(c)) is not None:
+            if c.flag:
+                self.oracle.touch(pid)
+            else:
+                self.oracle.doubt(pid)
+
+    def in_doubt(self, c: Choices) -> None:
+        """What is written of a value is compared with it, if somebody used it."""
+        if (pid := self._spilling(c)) is not None:
+            self.oracle.in_doubt(pid)
+
     def complete_spill(self, c: Choices) -> None:
         """The record is written; it is smaller or larger than it was said to be."""
         pid = self._spilling(c)
@@ -336,6 +351,8 @@ class SpillEvents:
             oracle.let_go(pid)
         limits = oracle.limit, oracle.disk_limit
         oracle.set_limits(oracle.limit, None)
+        for pid in oracle.where(lambda value: value.state is State.SPILLING):
+            oracle.in_doubt(pid)
         self._work(["written"], 0)
         excess = oracle.excess()
         stays = oracle.where(lambda value: value.movable)
@@ -370,6 +387,8 @@ class SpillEvents:
             oracle.refused(InvalidTransition, lambda: state.complete_spill(pid, c.size))
             oracle.refused(InvalidTransition, lambda: state.fail_spill(pid, forever=c.flag))
             oracle.refused(InvalidTransition, lambda: state.reserve_record(pid, c.size))
+            oracle.refused(InvalidTransition, lambda: state.in_doubt(pid))
+            oracle.refused(InvalidTransition, lambda: state.doubt(pid))
         if value.state is not State.RESTORING:
             oracle.refused(InvalidTransition, lambda: state.complete_restore(pid))
             oracle.refused(InvalidTransition, lambda: state.fail_restore(pid, lost=c.flag))

@@ -17,7 +17,7 @@ from gpuspill.storage.base import in_memory
 from gpuspill.testing.interruptions import Interruptions
 from gpuspill.testing.manager_model import KEYS, ManagerModel
 from gpuspill.testing.managers import Bench
-from gpuspill.testing.values import KINDS, Made
+from gpuspill.testing.values import CHANGES, KINDS, Made
 from gpuspill.testing.walks import pick
 
 __all__ = ["ManagerEvents", "What"]
@@ -73,6 +73,8 @@ class ManagerEvents:
         "peek": 1,
         "hold": 3,
         "let_go": 3,
+        "begin_task": 3,
+        "end_task": 4,
         "get_many": 4,
         "cancel": 1,
         "restore": 6,
@@ -195,6 +197,27 @@ class ManagerEvents:
         """Somebody outside lets go of a value."""
         if self.held:
             self.held.remove(pick(self.held, what.i))
+
+    def begin_task(self, what: What) -> None:
+        """A task is given a value, and begins to change it in place."""
+        key = self.model.known(what.i)
+        made = None if key is None else self.model.values[key]
+        if key is None or made is None or made.kind not in CHANGES or made.changing or made.lost:
+            return
+        value = self.model.get(key)
+        if value is not None and self.model.values.get(key) is made:
+            self.made += 1
+            made.begin_change(self.made, recorded=self.model.state(key) is State.CLEAN)
+            self.model.tasks.append((made, value))
+            CHANGES[made.kind][0](value, made.number)
+
+    def end_task(self, what: What) -> None:
+        """A task has changed its value."""
+        if self.model.tasks:
+            made, value = pick(self.model.tasks, what.i)
+            CHANGES[made.kind][1](value, made.number)
+            made.changing = False
+            self.model.tasks.remove((made, value))
 
     # -- several at once, later ----------------------------------------------------------------------
 
@@ -333,6 +356,8 @@ class ManagerEvents:
         """Let everything end, delete everything: nothing is left of it."""
         kit = self.kit
         self.interruptions.clear()
+        while self.model.tasks:
+            self.end_task(What())
         self.held.clear()
         kit.manager.set_limit(None, None)
         kit.manager.set_offset(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +50,20 @@ class ManagerModel:
     ----------
     values
         What each key should have.
+    tasks
+        What running tasks have in hand, and are in the middle of changing.
     """
 
     def __init__(self, kit: Bench, interruptions: Interruptions) -> None:
         self.kit = kit
         self._interruptions = interruptions
         self.values: dict[str, Made] = {}
+        self.tasks: list[tuple[Made, Any]] = []
+        kit.manager.in_use = self._in_use
         self._asked: list[_Asked] = []
+
+    def _in_use(self, keys: Collection[Hashable]) -> bool:
+        return any(self.values.get(str(key)) is made for made, _ in self.tasks for key in keys)
 
     # -- checks --------------------------------------------------------------------------------------
 
@@ -82,11 +89,11 @@ class ManagerModel:
             return
         assert values.keys() == asked.expected.keys()
         for key, value in values.items():
-            self.compare(asked.expected[key], value)
+            self.compare(asked.expected[key], value, ever=True)
 
-    def compare(self, made: Made, value: Any) -> None:
-        """Compare a value with what was stored."""
-        assert made.fits(value), f"{made} came back as {value!r}"
+    def compare(self, made: Made, value: Any, *, ever: bool = False) -> None:
+        """Compare a value with what was stored, or what it has `ever` been since."""
+        assert made.fits(value, ever=ever), f"{made} came back as {value!r}"
 
     def explain(self, error: Exception, expected: Mapping[str, Made]) -> None:
         """Some of what was asked for must account for the error."""

@@ -30,6 +30,7 @@ class ModelValue:
     barred: bool = False  # and nothing happened since that would be a reason to try again
     suspect: bool = False  # somebody held it at some time since the last retry
     renewed: bool = False  # it was stored anew while it moved
+    taken: bool = False  # it was used while it was written, and nobody has compared it since
 
     @property
     def charged(self) -> int:
@@ -204,7 +205,8 @@ class Model:
             assert value.disk, f"deleted a record that does not exist: {pid} {value}"
             assert value.memory or value.lost or pid in forgotten, f"deleted the only copy of {pid}"
             value.disk, value.record = False, 0
-            value.blocked |= pid == written and not value.renewed  # it took more room on disk than there is
+            # If it is as it was, it took more room on disk than there is.
+            value.blocked |= pid == written and not (value.renewed or value.taken)
         for pid in forgotten:
             value = values.pop(pid)
             assert pid not in self.keys.values(), f"forgot {pid}, which has keys"

@@ -16,6 +16,7 @@ no deadlock          nobody waits although nothing can make room; driven to the 
 no more than needed  without its last victim, what was evicted would not have been enough
 order                a value with a known use is a victim only if no other could go that is needed later, or never
 disk quota           records never take more than is allowed
+in use               what was used while it was written, and not compared since, keeps no record of it
 one bad key          what is held, blocked or unspillable never keeps another value from being spilled
 ===================  ================================================================================================
 
@@ -158,6 +159,8 @@ class Oracle(Model):
     def touch(self, pid: int) -> None:
         """See :meth:`SpillState.touch`."""
         self.state.touch(pid)
+        value = self.values[pid]
+        value.taken = value.move == "down"
         self._judge()
 
     def pin(self, pid: int) -> None:
@@ -226,10 +229,26 @@ class Oracle(Model):
             assert nbytes - self.values[pid].record > self.disk_free, "refused, although there is room on disk"
         return allowed
 
+    def in_doubt(self, pid: int) -> bool:
+        """See :meth:`SpillState.in_doubt`."""
+        doubtful = self.state.in_doubt(pid)
+        value = self.values[pid]
+        assert doubtful == value.taken, f"{value} was used or not, but the state says {doubtful}"
+        value.taken = False
+        self._judge()
+        return doubtful
+
+    def doubt(self, pid: int) -> None:
+        """See :meth:`SpillState.doubt`."""
+        self.state.doubt(pid)
+        self.values[pid].taken = True
+        self._judge()
+
     def complete_spill(self, pid: int, nbytes: int, *, force: bool = False) -> None:
         """See :meth:`SpillState.complete_spill`."""
         self.state.complete_spill(pid, nbytes, force=force)
         value = self.values[pid]
+        value.suspect |= value.taken  # a reason to look at others first
         value.move, value.disk, value.record = "", True, nbytes
         self.counts["spills"] += 1
         self.counts["spilled_nbytes"] += value.nbytes
@@ -239,13 +258,14 @@ class Oracle(Model):
     def _old_is_gone(self, value: ModelValue) -> None:
         """What was on disk or on its way there is not kept if the value was stored anew meanwhile."""
         assert not (value.renewed and value.disk), f"{value} was stored anew, and what it was before is kept"
-        value.renewed = False
+        assert not (value.taken and value.disk), f"{value} may have been changed, and what was written of it is kept"
+        value.renewed = value.taken = False
 
     def fail_spill(self, pid: int, *, forever: bool) -> None:
         """See :meth:`SpillState.fail_spill`."""
         self.state.fail_spill(pid, forever=forever)
         value = self.values[pid]
-        value.move, value.record, value.renewed = "", 0, False
+        value.move, value.record, value.renewed, value.taken = "", 0, False, False
         value.unspillable |= forever
         self.counts["spill_failures"] += 1
         value.blocked = value.barred = not forever

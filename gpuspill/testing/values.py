@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-__all__ = ["KINDS", "Deadly", "Knot", "Made", "Plain", "Unloadable", "Unpicklable"]
+__all__ = ["CHANGES", "KINDS", "Deadly", "Knot", "Made", "Plain", "Unloadable", "Unpicklable"]
 
 
 class Plain:
@@ -76,6 +76,21 @@ KINDS: Mapping[str, Callable[[int], Any]] = {
 }
 
 
+#: How a task changes a value of some kind in place, so that it holds another number: first a half, then all of it.
+CHANGES: Mapping[str, tuple[Callable[[Any, int], object], Callable[[Any, int], object]]] = {
+    "array": (lambda value, n: value[:20].fill(n), lambda value, n: value.fill(n)),
+    "fortran": (lambda value, n: value[:3].fill(n), lambda value, n: value.fill(n)),
+    # The two that share memory do so until they are spilled.
+    "arrays": (
+        lambda value, n: value["one"].fill(n),
+        lambda value, n: [array.fill(n) for array in value["more"]],
+    ),
+    "list": (lambda value, n: value.__setitem__(0, n), lambda value, n: value[1].__setitem__(0, str(n))),
+    "plain": (lambda value, n: None, lambda value, n: setattr(value, "content", n)),
+    "knot": (lambda value, n: None, lambda value, n: setattr(value, "content", n)),
+}
+
+
 def _equal(value: Any, expected: Any) -> bool:
     if type(value) is not type(expected):
         return False
@@ -92,12 +107,36 @@ def _equal(value: Any, expected: Any) -> bool:
 
 @dataclass(eq=False)
 class Made:
-    """What the model knows of one value."""
+    """What the model knows of one value.
+
+    Attributes
+    ----------
+    kind, number
+        What it was made of, or what it was changed into last.
+    lost
+        Something was done to its only record.
+    before
+        Numbers that it may have as well, since what was written of it before it was changed may be what counts.
+    ever
+        All that it ever had: those who were given its record keep what they got.
+    changing
+        A task is in the middle of changing it.
+    """
 
     kind: str
     number: int
     lost: bool = False
+    before: set[int] = field(default_factory=set)
+    ever: set[int] = field(default_factory=set)
+    changing: bool = False
 
-    def fits(self, value: Any) -> bool:
-        """Whether `value` is what was stored."""
-        return _equal(value, KINDS[self.kind](self.number))
+    def begin_change(self, number: int, *, recorded: bool) -> None:
+        """A task begins to change it in place. `recorded`: there is a record of what it is until then."""
+        self.before = {*self.before, self.number} if recorded else set()
+        self.ever |= {self.number, number}
+        self.number, self.changing = number, True
+
+    def fits(self, value: Any, *, ever: bool = False) -> bool:
+        """Whether `value` is what it should be by now, or what it has `ever` been."""
+        numbers = {self.number, *(self.ever if ever else self.before)}
+        return self.changing or any(_equal(value, KINDS[self.kind](number)) for number in numbers)
