@@ -1,15 +1,15 @@
 """A CUDA kernel of your own, compiled by Numba, runs on arrays that come and go.
 
-A task gets plain device arrays: its inputs are on the device before it starts, and stay there until it has ended.
-Needs a GPU with its libraries (`pip install ".[cuda12]"`). Without one the script says so and ends.
+A task gets plain device arrays: its inputs are on the device before it starts, and stay
+there until it has ended. Needs a GPU with its libraries (`pip install ".[cuda12]"`).
+Without one the script says so and ends.
 """
 
 import sys
 
+import gpuspill
 import numpy as np
 from dask.distributed import Client, wait
-
-import gpuspill
 
 try:
     from numba import cuda
@@ -57,7 +57,9 @@ def main() -> None:
         results = client.gather(client.map(first, client.map(scaled, blocks)))
         assert results == [2.0 * number for number in range(20)]
         numbers = gpuspill.statistics(client)
-        print(numbers[["device_limit", "device_nbytes", "device_spills", "device_restores"]].T)
+        print(
+            numbers[["device_limit", "device_nbytes", "device_spills", "device_restores"]].T
+        )
         assert numbers["device_spills"].sum() > 0
 
 

@@ -1,15 +1,14 @@
 """Batches of tensors wait for their turn on the GPU, or where there is room.
 
-Needs a GPU, PyTorch and dask-cuda. Without them the script says so and ends. PyTorch allocates through RMM
-here (`rmm_allocator_external_lib_list` of dask-cuda). So an allocation that does not fit evicts values, and is
-retried.
+Needs a GPU, PyTorch and dask-cuda. Without them the script says so and ends. PyTorch
+allocates through RMM here (`rmm_allocator_external_lib_list` of dask-cuda). So an
+allocation that does not fit evicts values, and is retried.
 """
 
 import sys
 
-from dask.distributed import Client, wait
-
 import gpuspill
+from dask.distributed import Client, wait
 
 try:
     import torch
@@ -47,7 +46,9 @@ def main() -> None:
             losses = client.gather(client.map(loss, batches, weight=weight))
             assert losses == [(number * weight) ** 2 for number in range(20)]
         numbers = gpuspill.statistics(client)
-        print(numbers[["device_limit", "device_nbytes", "device_spills", "device_restores"]].T)
+        print(
+            numbers[["device_limit", "device_nbytes", "device_spills", "device_restores"]].T
+        )
         assert numbers["device_spills"].sum() > 0
 
 

@@ -1,20 +1,22 @@
 """A cluster that runs already is switched to gpuspill, without a restart.
 
-The workers have data in memory and on disk. The plugin takes over both. It refuses, and changes nothing, if a worker's
-data is in something that it does not know.
+The workers have data in memory and on disk. The plugin takes over both. It refuses, and
+changes nothing, if a worker's data is in something that it does not know.
 """
 
 import dask
 import dask.array as da
-from dask.distributed import Client, LocalCluster
-
 import gpuspill
+from dask.distributed import Client, LocalCluster
 
 
 def main() -> None:
     """Fill a stock cluster, switch, and go on computing."""
     dask.config.set({"distributed.worker.memory.target": 0.1})  # so that a small job spills
-    with LocalCluster(n_workers=2, threads_per_worker=1, memory_limit="1 GiB") as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit="1 GiB") as cluster,
+        Client(cluster) as client,
+    ):
         x = (
             da.random.default_rng(0).random((5_000, 10_000), chunks=(250, 10_000)).persist()
         )  # 400 MB, with stock spilling

@@ -6,11 +6,10 @@ Both steps read all of the data. The second one finds most of it on disk, and re
 import sys
 
 import dask.array as da
+import gpuspill
 import numpy as np
 import pandas as pd
 from dask.distributed import Client, LocalCluster
-
-import gpuspill
 
 try:
     import xarray as xr
@@ -21,12 +20,18 @@ except ImportError:
 def main() -> None:
     """Compute the climatology and the anomaly."""
     with (
-        LocalCluster(n_workers=1, threads_per_worker=2, data=gpuspill.data(host_limit="30 MB")) as cluster,
+        LocalCluster(
+            n_workers=1, threads_per_worker=2, data=gpuspill.data(host_limit="30 MB")
+        ) as cluster,
         Client(cluster) as client,
     ):
         time = pd.date_range("2000-01-01", "2001-12-31")
-        fields = da.random.default_rng(0).random((len(time), 90, 180), chunks=(90, 90, 180))  # 95 MB
-        temperature = xr.DataArray(fields, dims=("time", "lat", "lon"), coords={"time": time}, name="temperature")
+        fields = da.random.default_rng(0).random(
+            (len(time), 90, 180), chunks=(90, 90, 180)
+        )  # 95 MB
+        temperature = xr.DataArray(
+            fields, dims=("time", "lat", "lon"), coords={"time": time}, name="temperature"
+        )
         temperature = temperature.persist()
         climatology = temperature.groupby("time.month").mean().compute()
         anomaly = temperature.groupby("time.month") - climatology
@@ -34,7 +39,11 @@ def main() -> None:
         print(f"largest mean anomaly: {largest:.1e}")
         assert np.isclose(largest, 0, atol=1e-12)
         numbers = gpuspill.statistics(client)
-        print(numbers[["limit", "host_nbytes", "disk_nbytes", "spills", "restores", "prefetches"]].T)
+        print(
+            numbers[
+                ["limit", "host_nbytes", "disk_nbytes", "spills", "restores", "prefetches"]
+            ].T
+        )
         assert numbers["restores"].sum() > 0
 
 

@@ -207,7 +207,8 @@ def render_statistics() -> str:
         lines += [f"## {title}", "", "| statistic | unit | meaning |", "|---|---|---|"]
         for meaning, members in groupby(names, key=lambda name: meanings[name]):
             together = list(members)  # of several that are explained together
-            lines.append(f"| {', '.join(f'`{name}`' for name in together)} | {unit(together[0])} | {cell(meaning)} |")
+            units = dict.fromkeys(unit(name) for name in together)
+            lines.append(f"| {', '.join(f'`{name}`' for name in together)} | {', '.join(units)} | {cell(meaning)} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
-"""A store that keeps each record twice, and reads the second copy if the first is lost or damaged.
+"""A store that keeps each record twice, and reads the second copy if the first is gone.
 
-Two directories on two disks survive the loss of one. The wrapper adds nothing but that to the stores it is given.
+Two directories on two disks survive the loss of one. The wrapper adds nothing but that to
+the stores it is given.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ class MirroredStore(WrapperStore):
     def __init__(self, store: Store, mirror: Store) -> None:
         super().__init__(store)
         self.mirror = mirror
-        self._mirrored: dict[Receipt, Receipt] = {}  # no lock: each use is one operation that Python makes atomic
+        self._mirrored: dict[
+            Receipt, Receipt
+        ] = {}  # no lock: each use is one operation that Python makes atomic
 
     def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Write both copies, or none."""
@@ -36,7 +39,9 @@ class MirroredStore(WrapperStore):
             raise
         return receipt
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Read the first copy that is intact."""
         try:
             return self.store.read(receipt, allocate)

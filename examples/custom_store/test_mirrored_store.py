@@ -2,13 +2,14 @@
 
 import pytest
 
-pytest.register_assert_rewrite("gpuspill.testing.store_tests")  # for messages that show values
-
-from mirrored_store import MirroredStore
+pytest.register_assert_rewrite(
+    "gpuspill.testing.store_tests"
+)  # for messages that show values
 
 from gpuspill.errors import QuotaExceeded
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.store_tests import StoreTests
+from mirrored_store import MirroredStore
 
 
 def make(path, **options):

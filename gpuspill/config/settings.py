@@ -48,7 +48,7 @@ class Settings:
     spill_directory
         Parent of the spill directory. None: the worker's local directory.
     compression
-        ``"auto"``: as ``distributed.worker.memory.spill-compression`` says. A codec's name (:data:`CODECS`), or None
+        ``"auto"``: as ``distributed.worker.memory.spill-compression`` says. A codec's name, or None
         for no compression.
     spill_threads, restore_threads
         Threads that write and read in the background; a task's own thread reads its inputs itself.

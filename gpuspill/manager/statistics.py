@@ -57,9 +57,10 @@ class Statistics:
     set_aside
         Values that could not be evicted when tried: held by somebody else, or the disk refused
         them.
-    waits, overruns
-        Admissions that had to wait; admissions granted beyond the limit because nothing could be
-        freed.
+    waits
+        Admissions that had to wait.
+    overruns
+        Admissions granted beyond the limit because nothing could be freed.
     wait_seconds
         Total time that tasks and transfers waited for admission.
     written_nbytes, read_nbytes
