@@ -274,7 +274,10 @@ def find_worker(store: object) -> Any | None:
 
 
 def current_store() -> SpillStore | None:
-    """Return the store of the worker whose task runs here, else that of the only worker here that has one."""
+    """Return the store of the worker whose task runs here, else that of the only worker here that has one.
+
+    In a forked child those of its parent are none.
+    """
     from gpuspill.distributed.mapping import SpillStore
 
     try:
@@ -282,7 +285,7 @@ def current_store() -> SpillStore | None:
     except ValueError:
         workers = list(distributed.Worker._instances)
     stores = [worker.memory_manager.data for worker in workers if worker.status in _RUNNING]
-    found = [store for store in stores if isinstance(store, SpillStore)]
+    found = [store for store in stores if isinstance(store, SpillStore) and not store.manager.inherited]
     return found[0] if len(found) == 1 else None
 
 

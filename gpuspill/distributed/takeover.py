@@ -7,13 +7,14 @@ that is read once and spilled again is still in its old file.
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Hashable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from gpuspill import forks
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.serialization import FOREIGN_HEADER
 from gpuspill.errors import RecordLost
@@ -54,7 +55,8 @@ class AdoptingStore(WrapperStore):
         super().__init__(store)
         self._metrics = metrics
         # Re-entrant, for finalisers, which may delete but do not adopt.
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
+        self._pid = os.getpid()
         self._foreign: set[ForeignReceipt] = set()
         self._adopted = 0
 
@@ -94,6 +96,8 @@ class AdoptingStore(WrapperStore):
         if not isinstance(receipt, ForeignReceipt):
             self.store.delete(receipt)
             return
+        if os.getpid() != self._pid:
+            return  # a forked child: the files are its parent's
         with self._lock:
             if receipt not in self._foreign:
                 return

@@ -225,7 +225,7 @@ class Gatherer:
                     return future
                 joined = slot.restoring
                 if joined is None and self._metadata.closed:
-                    raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+                    raise self._metadata.unreadable(key)
             except Exception as error:
                 future.set_exception(error)
                 return future

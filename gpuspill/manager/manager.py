@@ -470,6 +470,11 @@ class ProxifyManager:
         self._metadata.slots.in_use = ask
 
     @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one whose manager this is; see ``docs/design/contract.md``."""
+        return self._metadata.inherited
+
+    @property
     def loop_thread(self) -> int | None:
         """Identifier of the event loop's thread; restores on it are counted."""
         return self._restorer.loop_thread

@@ -15,6 +15,7 @@ what would change something is put off until the outer block has ended.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
@@ -22,10 +23,12 @@ from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpuspill import forks
 from gpuspill.core.budget import Reservation
 from gpuspill.core.ledger import Entry
 from gpuspill.core.residency import Tier
 from gpuspill.core.state import SpillState
+from gpuspill.errors import ManagerClosed
 from gpuspill.manager.serialization import Encoded
 from gpuspill.manager.slots import Custody, Slot, Slots
 from gpuspill.storage.base import Receipt, Store
@@ -73,6 +76,9 @@ class Metadata:
         Where the disk limit comes from, for messages.
     closed
         Nothing is spilled or restored any more.
+    inherited
+        This process was forked from the one whose values these are. It is closed here, and what is on disk is read
+        without becoming part of it.
     """
 
     def __init__(
@@ -85,7 +91,7 @@ class Metadata:
         custody: Custody | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self._store = store
         self.clock = clock
         self.slots = Slots(custody)
@@ -103,9 +109,44 @@ class Metadata:
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.disk_limit_from = "disk_limit"
         self.closed = False
+        self.inherited = False
+        self._pid = os.getpid()
         self.engine: Engine | None = None
         self._depth = 0
         self._deferred: list[Callable[[], object]] = []
+        forks.tell(self)
+
+    def disown(self) -> None:
+        """Become what a forked child has of its parent's store. Whoever waited did so in the parent, and is not told.
+
+        The child has none of the threads, and no right to the files; but all that is in memory.
+        """
+        self.closed = self.inherited = True
+        if self.engine is not None:
+            self.engine.disown()
+        self.engine = None
+        self.admissions.clear()
+        self.promises.clear()
+        self._deferred.clear()
+        self._grant_all()
+
+    def _grant_all(self) -> None:
+        with self as state:
+            if self.nested:
+                self.defer(self._grant_all)  # a finaliser forked in the middle of an event
+                return
+            state.memory.limit = None
+            state.retry()
+
+    def unreadable(self, key: Hashable) -> ManagerClosed:
+        """Return the error for whoever asks for a value on disk that the store, which is closed, cannot read."""
+        if self.inherited:
+            return ManagerClosed(
+                f"the value of {key!r} was on disk when this process was forked from process {self._pid}, whose it is "
+                "and which has removed it since. Read it before forking, or hand it to the process, which is then "
+                "better started by 'spawn' or 'forkserver'"
+            )
+        return ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
 
     @property
     def nested(self) -> bool:

@@ -117,7 +117,7 @@ class Restorer:
             state.pin(pid)
         else:
             if self._metadata.closed:
-                raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+                raise self._metadata.unreadable(key)
             self.misses += 1
             state.begin_restore(pid, None if admission is None else admission.reservation)
         slot.restoring = Restore()
@@ -150,6 +150,8 @@ class Restorer:
         DataLostError, ManagerClosed
             Its value cannot be brought back.
         """
+        if self._metadata.inherited:
+            return self._look(key, pid)
         with self._metadata as state:
             entry = state.find(key) if pid is None else self._metadata.entry(key, pid)
             pid = entry.pid
@@ -176,6 +178,12 @@ class Restorer:
         Never blocks and never raises: what :meth:`bring` raises is in the future.
         """
         done: Future[Any] = Future()
+        if self._metadata.inherited:
+            try:
+                done.set_result(self._look(key, pid))
+            except BaseException as error:
+                done.set_exception(answerable(error))
+            return done
         with self._metadata:
             try:
                 entry = self._metadata.entry(key, pid)
@@ -192,6 +200,17 @@ class Restorer:
         self.queue(key, pid, future, urgency)
         return future
 
+    def _look(self, key: Hashable, pid: int | None) -> Any:
+        """Return, in a forked child, the value of a proxy: as it is in memory, or a copy of what is on disk."""
+        with self._metadata as state:
+            entry = state.find(key) if pid is None else self._metadata.entry(key, pid)
+            if self.ready(entry):
+                return self.hit(entry)
+        try:
+            return self._copy(key, entry.pid)
+        except DataLostError as error:
+            raise self._metadata.unreadable(key) from error
+
     def _copy(self, key: Hashable, pid: int) -> Any:
         """Return a copy of a value that is not ready, and change nothing.
 
@@ -206,8 +225,8 @@ class Restorer:
             # As they are: the value may not share its memory with the one that others will be given.
             frames = [memoryview(bytearray(frame)) for frame in slot.value.frames]
             return self._serializer.loads(slot.value.header, frames)
-        if slot.receipt is None or self._metadata.closed:
-            raise ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
+        if slot.receipt is None or (self._metadata.closed and not self._metadata.inherited):
+            raise self._metadata.unreadable(key)
         try:
             record = self._store.read(slot.receipt)
         except DataLostError as error:

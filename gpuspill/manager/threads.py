@@ -126,6 +126,11 @@ class Engine:
         self._reaper.close()
         self._deleter.close()
 
+    def disown(self) -> None:
+        """In a forked child, which has none of the threads: be closed, and wait for nobody."""
+        for threads in (self._spillers, self._restorers, self._reaper, self._deleter):
+            threads.disown()
+
 
 def _guarded(work: Callable[[], object]) -> BaseException | None:
     """Do `work`, and log what it raises; return that if it interrupts the caller, to be raised in good time."""
@@ -234,6 +239,10 @@ class _Threads:
                 self._claim.release()
                 break
         self._end()
+
+    def disown(self) -> None:
+        """Be closed, without a thread to wait for."""
+        self._closed = True
 
     def _end(self) -> None:
         """Wait for all threads, if nobody else does."""

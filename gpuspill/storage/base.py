@@ -7,7 +7,9 @@ are not the ones it wrote.
 
 All methods block on I/O and may be called from any number of threads at once. A finaliser may run while
 its own thread is inside the store, whose locks it must be able to come back to: it reads and deletes; what it writes
-may be refused.
+may be refused. A child that was forked from the process that made a store may read what there was then, until the
+parent deletes it; it is refused to write, and deletes nothing. No lock of a store may be held in the child by a thread
+that it does not have (:mod:`gpuspill.forks`).
 """
 
 from __future__ import annotations

@@ -23,12 +23,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+
+from gpuspill import forks
 
 __all__ = ["BufferPool", "BufferStatistics", "size_class"]
 
@@ -116,7 +117,7 @@ class BufferPool:
         self._lent: dict[int, _Lease] = {}
         self._on_death = _callback(weakref.ref(self))
         # Guards numbers that nothing is decided by. Reentrant: a finalizer may come in between.
-        self._counting = threading.RLock()
+        self._counting = forks.lock()
         self._hits = self._misses = self._small = self._trimmed_nbytes = 0
         # Two threads at once may lose the larger of two: it is an observation, and the next is near.
         self._peak_idle_nbytes = 0

@@ -7,12 +7,12 @@ it and from how fast the store really reads and writes.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from gpuspill import forks
 from gpuspill.config import CODECS
 from gpuspill.errors import ConfigError
 from gpuspill.storage.base import Buffer
@@ -272,7 +272,7 @@ class CodecChooser:
         self._min_observed_nbytes = min_observed_nbytes
         self._clock = clock
         # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by that: the next is near.
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self._write = Throughput()
         self._read = Throughput()
         self._compress = {name: Throughput() for name in names}

@@ -95,7 +95,8 @@ class FileStore(Store):
     Notes
     -----
     A store that is dropped, or still there when Python exits, closes itself. After a fork it
-    belongs to the parent: the child's copy removes nothing.
+    belongs to the parent: the child's copy reads, each time through a descriptor of its own, writes nothing and
+    removes nothing.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class FileStore(Store):
         self._numbers = itertools.count(1)
         self._active = 0
         self._closed = False
+        self._pid = os.getpid()
         self._counts = Tally()
         self._postponed: deque[Receipt] = deque()
         self._logged: set[str] = set()
@@ -206,6 +208,12 @@ class FileStore(Store):
         return receipt
 
     def _begin_write(self) -> int:
+        if self._inherited:
+            raise StorageError(
+                errno.EPERM,
+                f"{self.path} is the directory of process {self._pid}, from which this one was forked; the value "
+                "stays in memory",
+            )
         with self._section as nested:
             if not self._closed and not nested:
                 self._active += 1
@@ -226,6 +234,11 @@ class FileStore(Store):
                 reservation.commit()
         if closed:
             raise self._closed_error()
+
+    @property
+    def _inherited(self) -> bool:
+        """Whether this is a child that was forked from the process whose store this is, by whatever means."""
+        return os.getpid() != self._pid
 
     def _check_open(self) -> None:
         # Without the lock: reading one attribute is atomic, and `_register` looks again.
@@ -345,6 +358,8 @@ class FileStore(Store):
         off the event loop. If the file cannot be removed, its bytes stay counted, and it goes with
         the store.
         """
+        if self._inherited:
+            return
         with self._section as nested:
             if self._closed or self._records.get(receipt.number) != receipt:
                 return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
+from gpuspill import forks
 from gpuspill.errors import QuotaExceeded
 
 __all__ = ["Quota", "Reservation"]
@@ -29,7 +28,7 @@ class Quota:
         _check(limit)
         self._limit = limit
         self._where = where
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self._used = 0
         self._reserved = 0
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from gpuspill import forks
 from gpuspill.storage.counters import Counters
 
 __all__ = ["Section", "Tally", "Visitors", "visit"]
@@ -29,7 +30,7 @@ class Section:
     __slots__ = ("_depth", "_lock")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self._depth = 0
 
     def __enter__(self) -> bool:

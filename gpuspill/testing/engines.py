@@ -91,6 +91,10 @@ class ManualEngine:
         while self.reaps:
             self.reaps.popleft()()
 
+    def disown(self) -> None:
+        """See :meth:`Engine.disown <gpuspill.manager.threads.Engine.disown>`."""
+        self._closed = True
+
     def close(self) -> None:
         """Do what is left; refuse more."""
         self._closed = True

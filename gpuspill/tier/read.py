@@ -7,7 +7,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from gpuspill.errors import DataLostError, answerable
+from gpuspill.errors import DataLostError, ManagerClosed, answerable
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 from gpuspill.tier.assemble import Builder
@@ -54,11 +54,19 @@ class Reader:
         """Return the value that a skeleton stands for; anything else itself. Blocks while something is copied."""
         if type(value) is not Skeleton:
             return value
+        self._forbid_inherited()
         self._settle()
         with self._manager.pin(value.units) as pins:
             if not self.is_ready(value):
                 self._verify()
             return self._builder.build(value, self._manager.materialize(pins))
+
+    def _forbid_inherited(self) -> None:
+        if self._manager.inherited:
+            raise ManagerClosed(
+                "what is on a device cannot be used in a process that was forked from the one that put it there. Start "
+                "the process by 'spawn' or 'forkserver', and hand it the value"
+            )
 
     def read_all(self, values: Mapping[Hashable, Any], admission: Admission | None) -> dict[Hashable, Any]:
         """Return several values, by key. Blocks while something is copied."""
@@ -83,6 +91,11 @@ class Reader:
         units = dict.fromkeys(unit for value in values.values() if type(value) is Skeleton for unit in value.units)
         if not units:
             result.set_result(dict(values))
+            return result
+        try:
+            self._forbid_inherited()
+        except ManagerClosed as error:
+            result.set_exception(error)
             return result
         self._verify()
         # What arrived after it was admitted is not in the admission.

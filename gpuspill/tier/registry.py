@@ -11,7 +11,6 @@ copying.
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from sys import getrefcount
 from typing import Any
 
+from gpuspill import forks
 from gpuspill.device.arrays import ArrayRegistry, Recipe
 from gpuspill.device.port import Allocation, AllocationId, Device
 from gpuspill.tier.composites import Composite, DeviceObject
@@ -67,7 +67,7 @@ class Book:
     def __init__(self, device: Device, registry: ArrayRegistry) -> None:
         self._device = device
         self._registry = registry
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self._numbers = itertools.count(1)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._known: dict[AllocationId, _Entry] = {}

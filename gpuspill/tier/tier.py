@@ -142,6 +142,8 @@ class DeviceTier:
             Whether its memory may have been changed in place, if it is known already: a copy that is on its way down
             may have been made before, and is given up.
         """
+        if self.manager.inherited:
+            return value  # in a forked child, which stays what it is
         self.settle()
         self._guard.verify()
         if label is not None:
@@ -300,6 +302,8 @@ class DeviceTier:
 
     def settle(self) -> None:
         """Let go of what nobody refers to any more, and count what lingers. Costs next to nothing if there is none."""
+        if self.manager.inherited:
+            return
         book = self._book
         while book.unsettled:  # more follows from what is let go of here
             for unit in book.settle():

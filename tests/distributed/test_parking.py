@@ -3,16 +3,20 @@
 import asyncio
 import pickle
 import threading
+from functools import partial
 
 import numpy as np
-from distributed import Worker, get_worker
+import pytest
+from distributed import Worker, get_worker, wait
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import gpuspill
 from gpuspill import simulated
+from gpuspill.distributed.internals import current_store
 from gpuspill.distributed.parking import Parked
 from gpuspill.simulated import asarray, asnumpy
 from gpuspill.testing.stores import Gate, GatedStore
+from tests.processes import in_child
 
 from .clusters import spilling
 from .test_device import CHUNK, LIMIT, device, make, on_device  # noqa: F401
@@ -231,3 +235,34 @@ def test_without_a_worker_it_just_keeps_the_value():
         assert found is value
     assert gpuspill.unproxify([handle])[0] is value
     assert pickle.loads(pickle.dumps(gpuspill.proxify("x"))) == "x"
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@spilling(nthreads=ONE)
+async def test_a_task_that_forks(c, s, a):
+    """The child has the worker's data, parks in its own memory, and leaves the worker's alone."""
+
+    def child(handle, store):
+        parked = gpuspill.proxify(np.full(10_000, 3))
+        assert parked._store is None
+        assert current_store() is None
+        with parked as found, handle as inherited:
+            assert found.sum() == 30_000
+            assert inherited.sum() == 49_995_000
+        assert store["x"].sum() == 10_000
+        store["y"] = np.zeros(10)
+        del store["x"], handle
+        store.clear()
+
+    def task():
+        store = get_worker().memory_manager.data
+        handle = gpuspill.proxify(np.arange(10_000))
+        store.manager.evict_all()
+        for _ in range(3):
+            in_child(partial(child, handle, store))
+        return handle.resolve().sum()
+
+    x = c.submit(np.ones, 10_000, key="x")
+    await wait(x)
+    assert await c.submit(task) == 49_995_000
+    assert (await x).sum() == 10_000
