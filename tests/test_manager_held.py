@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from gpuspill.core.residency import State, Tier
 from gpuspill.distributed.serialization import DaskSerializer
+from gpuspill.manager.knots import knots
 from gpuspill.testing.managers import Bench
 from tests.things import SHARED, VALUES, Thing, assert_same, fresh, squeeze
 
@@ -217,13 +220,180 @@ def test_what_is_remembered_of_an_evicted_value_goes_with_it(kit):
 
 
 def test_what_cannot_be_weakly_referenced_is_never_evicted_while_it_is_held(kit):
-    knot: list[Any] = [1]
-    knot.append(knot)
-    kit.manager.store("knot", knot)
     held = b"some bytes that somebody holds" * 10
     kit.manager.store("held", held)
-    del knot
+    outlast_patience(kit)
     outlast_patience(kit)
     assert kit.manager.get("held") is held
-    assert kit.manager.is_resident("knot"), "nobody can tell whether somebody holds it"
-    kit.manager.get("knot").clear()
+
+
+class Slotted:
+    """Cannot be weakly referenced."""
+
+    __slots__ = ("content", "parts", "whole")
+
+    def __init__(self, content: object, whole: Any = None) -> None:
+        self.content, self.whole, self.parts = content, whole, []
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Slotted and other.content == self.content
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class Tree:
+    content: int
+    me: Any = None
+
+
+def tree() -> Slotted:
+    root = Slotted("root")
+    root.parts = [Slotted(n, root) for n in range(3)]
+    return root
+
+
+def list_in_itself() -> list[Any]:
+    knot: list[Any] = [1]
+    knot.append({"deep": (knot,)})
+    return knot
+
+
+def dict_in_itself() -> dict[str, Any]:
+    knot: dict[str, Any] = {}
+    knot["me"] = [knot, knot]
+    return knot
+
+
+def data_in_itself() -> Tree:
+    made = Tree(5)
+    made.me = [made]
+    return made
+
+
+def by_a_function() -> Slotted:
+    made = Slotted("function")
+    made.whole = partial(content_of, made)
+    return made
+
+
+def content_of(made: Slotted) -> object:
+    return made.content
+
+
+LOOPS = [tree, list_in_itself, dict_in_itself, data_in_itself, by_a_function]
+
+
+class TestLoopsWithoutWeakReferences:
+    """Values that refer to themselves, of which nothing else can preserve the identity."""
+
+    @pytest.mark.parametrize("make", LOOPS)
+    def test_they_are_evicted(self, kit, make):
+        kit.manager.store("a", make())
+        squeeze(kit)
+        assert kit.manager.is_resident("a"), "not at the first look"
+        outlast_patience(kit)
+        assert not kit.manager.is_resident("a")
+        value = kit.manager.get("a")
+        assert type(value) is type(make())
+        kit.manager.validate()
+
+    @pytest.mark.parametrize("make", LOOPS)
+    def test_not_while_somebody_holds_them(self, kit, make):
+        value = make()
+        kit.manager.store("a", value)
+        outlast_patience(kit)
+        outlast_patience(kit)
+        assert kit.manager.is_resident("a")
+        assert kit.manager.get("a") is value
+        del value
+        outlast_patience(kit)
+        assert not kit.manager.is_resident("a")
+
+    def test_not_while_somebody_holds_a_part_that_leads_to_the_whole(self, kit):
+        root = tree()
+        part = root.parts[1]
+        kit.manager.store("a", root)
+        del root
+        outlast_patience(kit)
+        assert kit.manager.is_resident("a")
+        assert part.whole is kit.manager.get("a")
+        kit.manager.validate()
+
+    def test_while_somebody_holds_a_part_that_does_not(self, kit):
+        root = tree()
+        leaf = [1]
+        root.parts[0].content = leaf
+        kit.manager.store("a", root)
+        del root
+        outlast_patience(kit)
+        assert not kit.manager.is_resident("a")
+
+    def test_taken_up_after_it_was_looked_into(self, kit):
+        kit.manager.store("a", tree())
+        squeeze(kit)
+        kit.manager.set_limit(None, None)
+        held = kit.manager.get("a")
+        outlast_patience(kit)
+        assert kit.manager.get("a") is held
+
+    def test_what_garbage_holds(self, kit):
+        class Garbage:
+            pass
+
+        held = bytes(range(200))
+        garbage = Garbage()
+        garbage.me, garbage.held = garbage, held
+        kit.manager.store("a", held)
+        del garbage, held
+        gc.disable()
+        try:
+            outlast_patience(kit)
+        finally:
+            gc.enable()
+        assert not kit.manager.is_resident("a")
+
+    def test_one_that_is_too_large_to_be_looked_into_goes_in_the_end(self, kit, monkeypatch):
+        monkeypatch.setattr("gpuspill.manager.spill.knots", lambda value: knots(value, many=2))
+        kit.manager.store("a", tree())
+        outlast_patience(kit)
+        assert kit.manager.is_resident("a")
+        outlast_patience(kit)
+        assert not kit.manager.is_resident("a")
+
+    def test_one_after_another_goes_at_once(self, kit):
+        """What was found of one is known of the type."""
+        kit.manager.store("a", tree())
+        outlast_patience(kit)
+        kit.manager.set_limit(None, None)
+        for key in range(5):
+            kit.manager.store(key, tree())
+        squeeze(kit)
+        kit.clock.advance(0.01)
+        kit.engine.spill_all()
+        assert not kit.manager.keys_in(Tier.HOST)
+
+    def test_garbage_is_collected_when_much_of_it_was_evicted(self, kit):
+        kit.manager.store("a", tree(), 2**27)
+        gc.collect()
+        gc.disable()
+        try:
+            outlast_patience(kit)
+            assert not kit.manager.is_resident("a")
+            assert not [item for item in gc.get_objects() if type(item) is Slotted]
+        finally:
+            gc.enable()
+
+
+def test_looking_into_a_value_runs_none_of_its_code():
+    class Asked:
+        __slots__ = ("me",)
+
+        def __getattribute__(self, name):
+            raise AssertionError
+
+        __hash__ = __eq__ = __len__ = __bool__ = __getattribute__
+
+    value = object.__new__(Asked)
+    object.__setattr__(value, "me", [value])
+    assert knots(value).references == 1

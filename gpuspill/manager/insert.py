@@ -69,7 +69,7 @@ class Intake:
                 state.settle(admission.reservation, admission.outputs.pop(key))
             pid = slots.find(value)
             if pid is not None:
-                slots[pid].found_held = 0  # the caller has it in hand: patience with it begins anew
+                slots.trust(slots[pid])
                 state.alias(key, pid)
                 sharing.take_up(pid, value, shared)
                 if touched:

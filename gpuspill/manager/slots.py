@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from sys import getrefcount
 from typing import Any, Protocol
 
-from gpuspill.classes import attribute_of
+from gpuspill.classes import ClassTable, attribute_of
 from gpuspill.core.ledger import FEW_KEYS, Entry, Rare
+from gpuspill.manager.knots import Knots
 from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import Receipt
 
@@ -19,6 +20,8 @@ __all__ = ["Custody", "Restore", "Slot", "Slots"]
 #: After so many refusals a value that somebody else holds is evicted all the same, if a weak reference can keep its
 #: identity.
 _PATIENCE = 3
+#: After so many a value that refers to itself is evicted all the same, if nothing can tell whether it is held as well.
+_LAST_PATIENCE = 20
 
 
 class Custody(Protocol):
@@ -91,6 +94,8 @@ class Slot(Entry):
         Gives a value that was evicted while somebody held it, as long as it is alive, and its identity.
     found_held
         How often it was found held when it should have been evicted.
+    knots
+        References to it that come from inside it, as far as that was looked into; None if it was not.
     loss
         Why it is lost, if it is.
     """
@@ -101,6 +106,7 @@ class Slot(Entry):
     found_held = Rare(0)
     ghost = Rare[Callable[[], Any] | None](None)
     ghost_id = Rare(0)
+    knots = Rare[Knots | None](None)
     loss = Rare[str | None](None)
     restoring = Rare[Restore | None](None)
 
@@ -135,6 +141,11 @@ class Slots(dict[int, Slot]):
         known. Called with the metadata lock held, from any thread: must be fast, take no lock and not raise.
     by_id
         Proxies by the identity of their values.
+    doubtful
+        Proxies that look held for ever: whether somebody holds them, or they hold themselves, is to be looked into.
+    looped_nbytes
+        Bytes of values that were evicted although something refers to them. Only a collection lets go of what refers to
+        itself. To be reset by whoever runs one.
     """
 
     def __init__(self, custody: Custody | None = None) -> None:
@@ -143,6 +154,9 @@ class Slots(dict[int, Slot]):
         self.undecoded = 0
         self.in_use: Callable[[Collection[Hashable]], bool] | None = None
         self.by_id: dict[int, int] = {}
+        self.doubtful: dict[int, None] = {}
+        self.looped_nbytes = 0
+        self._looping: ClassTable[bool] = ClassTable()
         self._ghosts: dict[int, int] = {}
         # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
         slot = Slot(0, 0)
@@ -193,7 +207,8 @@ class Slots(dict[int, Slot]):
         self.forget_ghost(slot)
         self.undecoded += (type(value) is Encoded) - (type(slot.value) is Encoded)
         slot.device_nbytes = 0
-        slot.value, slot.restoring, slot.found_held = value, None, 0
+        slot.value, slot.restoring = value, None
+        self.trust(slot)
         self.by_id[id(value)] = pid
 
     def detach(self, slot: Slot) -> object:
@@ -206,6 +221,8 @@ class Slots(dict[int, Slot]):
         if kept and _weakly_referable(slot.value):
             slot.ghost, slot.ghost_id = weakref.ref(slot.value), id(slot.value)
             self._ghosts[slot.ghost_id] = pid
+        if slot.found_held and pid in self and getrefcount(slot.value) > self._unheld:
+            self.looped_nbytes += slot.nbytes
         self._unlist(pid, slot.value)
         value, slot.value = slot.value, None
         self.undecoded -= type(value) is Encoded
@@ -222,19 +239,47 @@ class Slots(dict[int, Slot]):
 
         Works for every type, also those that cannot be weakly referenced, and for views: they refer to what they view.
         A value that refers to itself looks held for ever; after a few refusals it is evicted all the same if a weak
-        reference can preserve its identity for those who do hold it. Not as long as a running task has it in hand.
+        reference can preserve its identity for those who do hold it. Of others it is looked into who holds them.
+        Not as long as a running task has it in hand.
         """
         slot = self[pid]
         if slot.sizeof < 0:
             return False
         if self._custody is not None:
             return self._custody.held(slot.value)
-        if getrefcount(slot.value) <= self._unheld:
-            return self.shares(slot) and self.in_hand(slot)
+        inside = 0 if slot.knots is None else slot.knots.references
+        if getrefcount(slot.value) <= self._unheld + inside:
+            return (self.shares(slot) or inside > 0) and self.in_hand(slot)
         if slot.found_held >= _PATIENCE and self.in_hand(slot):
             return True
         slot.found_held += 1
-        return slot.found_held <= _PATIENCE or not _weakly_referable(slot.value)
+        if slot.found_held <= _PATIENCE and slot.kind not in self._looping:
+            return True
+        if _weakly_referable(slot.value):
+            return False
+        if slot.knots is None:
+            self.doubtful[pid] = None
+            return True
+        return slot.knots.sure or slot.found_held <= _LAST_PATIENCE
+
+    @staticmethod
+    def trust(slot: Slot) -> None:
+        """Somebody has the value in hand: what was found about who holds it is void, and patience with it anew."""
+        slot.found_held, slot.knots = 0, None
+
+    def take_doubtful(self) -> list[tuple[int, object]]:
+        """Return the proxies that look held for ever, and their values, to be looked into without the lock."""
+        found = [(pid, self[pid].value) for pid in self.doubtful if pid in self]
+        self.doubtful.clear()
+        return found
+
+    def untie(self, pid: int, value: object, found: Knots) -> None:
+        """Note what was found of references to a value from inside it, if it is still there."""
+        slot = self.get(pid)
+        if slot is not None and slot.value is value:
+            slot.knots = found
+            if found.references:
+                self._looping[slot.kind] = True
 
     @property
     def elsewhere(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from textwrap import shorten
@@ -12,6 +13,7 @@ from gpuspill.core.backoff import Backoff
 from gpuspill.core.sizes import SizeModel
 from gpuspill.core.state import SpillState
 from gpuspill.errors import QuotaExceeded, StorageError, StorageFull, cut_loose, is_for_caller
+from gpuspill.manager.knots import knots
 from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.observer import Observer
 from gpuspill.manager.serialization import Encoded, Serializer
@@ -27,6 +29,10 @@ logger = logging.getLogger("gpuspill")
 _HELD = (0.01, 0.2)
 #: How many of those values are looked at again at a time.
 _HELD_AT_A_TIME = 1000
+#: Seconds between two garbage collections on behalf of values that look held for ever.
+_COLLECTING = (1.0, 60.0)
+#: Bytes of values that refer to themselves, and were evicted, after which garbage is collected: they go with it.
+_COLLECT_NBYTES = 64 * 2**20
 #: Seconds between two attempts to write what could not be written: first, and at most. An attempt serialises a value
 #: and may write most of it.
 _BLOCKED = (0.25, 4.0)
@@ -64,6 +70,7 @@ class Spiller:
         self._sizes = sizes
         self._observer = observer
         self._held = Backoff(*_HELD)
+        self._collecting = Backoff(*_COLLECTING)
         self._blocked = Backoff(*_BLOCKED)
         self._relieved = 0
         self._logged: set[str] = set()
@@ -89,11 +96,34 @@ class Spiller:
             # are let go at this very point, and would wait for ever if there always were something to try.
             if pid is None and state.candidates.set_aside and state.memory.over():
                 pause = self._try_again(state, metadata.clock())
+        if metadata.slots.looped_nbytes >= _COLLECT_NBYTES:
+            metadata.slots.looped_nbytes = 0
+            gc.collect()
+        if pid is None and metadata.slots.doubtful:
+            self._look_inside()
+            return None
         if pid is None:
             # What was dropped may be gone by now, and what it kept in memory has become a candidate.
             return None if loose and not metadata.state.loose else pause
         self.spill(pid)
         return None
+
+    def _look_inside(self) -> None:
+        """Find out which of the values that look held for ever hold themselves."""
+        metadata = self._metadata
+        if self._collecting.left(metadata.clock()) <= 0:
+            # What refers to them may be garbage itself: an error's traceback, with the frames that it came through.
+            self._collecting.start(metadata.clock())
+            gc.collect()
+        with metadata:
+            values = metadata.slots.take_doubtful()
+        while values:
+            pid, value = values.pop()
+            found = knots(value)
+            with metadata:
+                metadata.slots.untie(pid, value, found)
+            del value
+        self._held.relent(metadata.clock())
 
     def _try_again(self, state: SpillState, now: float) -> float:
         """Make candidates of what was set aside, as far as it is time for that; return the seconds until it is."""
