@@ -3,7 +3,8 @@
 Public names only. They are loaded when first used, so that importing :mod:`gpuspill` costs next to nothing and needs
 neither a GPU library nor a running event loop.
 
-This module is also the preload: ``dask worker ... --preload gpuspill``.
+This module is also the preload: ``dask worker ... --preload gpuspill``, and for the dashboard's page about all workers
+``dask scheduler --preload gpuspill``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from gpuspill.errors import ConfigError, DataLostError, GpuspillError
 
 if TYPE_CHECKING:
-    from distributed import Worker as _Worker
+    from collections.abc import Awaitable
 
     from gpuspill.cluster import LocalCUDACluster
     from gpuspill.config import Settings
     from gpuspill.distributed.attachment import data
-    from gpuspill.distributed.metrics import statistics
+    from gpuspill.distributed.dashboard import MonitorPlugin
+    from gpuspill.distributed.frames import statistics
+    from gpuspill.distributed.observing import report
     from gpuspill.distributed.parking import proxify, unproxify
     from gpuspill.distributed.plugin import SpillPlugin
     from gpuspill.distributed.settings_report import settings
@@ -31,6 +34,7 @@ __all__ = [
     "DataLostError",
     "GpuspillError",
     "LocalCUDACluster",
+    "MonitorPlugin",
     "Nanny",
     "Settings",
     "SpillPlugin",
@@ -39,6 +43,7 @@ __all__ = [
     "dask_setup",
     "data",
     "proxify",
+    "report",
     "settings",
     "statistics",
     "unproxify",
@@ -52,14 +57,16 @@ except PackageNotFoundError:  # a source tree that was never installed
 #: Where each public name lives.
 _HOMES = {
     "LocalCUDACluster": "gpuspill.cluster",
+    "MonitorPlugin": "gpuspill.distributed.dashboard",
     "Nanny": "gpuspill.distributed.worker",
     "Settings": "gpuspill.config",
     "SpillPlugin": "gpuspill.distributed.plugin",
     "Worker": "gpuspill.distributed.worker",
     "data": "gpuspill.distributed.attachment",
     "proxify": "gpuspill.distributed.parking",
+    "report": "gpuspill.distributed.observing",
     "settings": "gpuspill.distributed.settings_report",
-    "statistics": "gpuspill.distributed.metrics",
+    "statistics": "gpuspill.distributed.frames",
     "unproxify": "gpuspill.distributed.parking",
 }
 
@@ -75,13 +82,21 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def dask_setup(worker: _Worker) -> None:
-    """Attach to `worker`; called by distributed's preload machinery.
+def dask_setup(server: Any) -> Awaitable[None] | None:
+    """Attach to a worker, or show the workers' stores on a scheduler; called by distributed's preload machinery.
 
     A plain function and not a click command: preloads all get the same arguments, and those of other preloads
-    (dask-cuda passes one) would be
-    unknown options here.
+    (dask-cuda passes one) would be unknown options here. What it returns for a scheduler has to be awaited.
     """
+    from distributed import Scheduler
+
+    if isinstance(server, Scheduler):
+        from gpuspill.distributed.dashboard import MonitorPlugin
+
+        plugin = MonitorPlugin()
+        shown: Awaitable[None] = server.register_scheduler_plugin(plugin, name=plugin.name, idempotent=True)
+        return shown
     from gpuspill.distributed.attachment import attach
 
-    attach(worker)
+    attach(server)
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -424,15 +425,85 @@ def demo(arms: str, jobs: str, quick: bool) -> None:
         raise SystemExit(1)
 
 
-@gpuspill.command()
+@bench.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-def report(files: tuple[Path, ...]) -> None:
+def show(files: tuple[Path, ...]) -> None:
     """Print the tables of results that 'gpuspill bench ... --json FILE' has written."""
     from gpuspill.bench.report import load, render
 
     console = _console()
     for path in files:
         render(load(path), console)
+
+
+@gpuspill.command()
+@click.argument("scheduler")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="gpuspill-report.html",
+    show_default=True,
+    help="The page to write.",
+)
+@click.option("--seconds", type=click.FloatRange(min=0.1), help="Stop after so long.  [default: on Ctrl-C]")
+@click.option("--interval", type=click.FloatRange(min=0.1), default=0.5, show_default=True, help="Between two samples.")
+def report(scheduler: str, output: Path, seconds: float | None, interval: float) -> None:
+    """Record what the workers of SCHEDULER spill, and write one page about it.
+
+    SCHEDULER is an address such as tcp://host:8786, or the path of a scheduler file.
+    """
+    from threading import Event
+
+    from gpuspill.distributed.observing import report as recording
+    from gpuspill.distributed.settings_report import connect
+
+    with connect(scheduler) as client:
+        try:
+            with recording(output, client, interval=interval):
+                _progress(f"recording {scheduler}" + ("" if seconds else "; Ctrl-C ends it"))
+                with suppress(KeyboardInterrupt):
+                    Event().wait(seconds)
+        except OSError as error:
+            raise GpuspillError(f"cannot write {output}: {error}") from error
+    _progress(f"wrote {output}")
+
+
+@gpuspill.command()
+@click.argument("scheduler")
+@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two looks.")
+@click.option("--once", is_flag=True, help="Print the numbers once, and what moves per second from two looks.")
+def top(scheduler: str, interval: float, once: bool) -> None:
+    """Show live what the workers of SCHEDULER hold in memory, spill and wait for; Ctrl-C ends it.
+
+    SCHEDULER is an address such as tcp://host:8786, or the path of a scheduler file.
+    """
+    import time
+
+    from rich.live import Live
+
+    from gpuspill.distributed.observing import take_sample
+    from gpuspill.distributed.settings_report import connect
+    from gpuspill.monitoring.table import render
+
+    console = _console()
+    with connect(scheduler) as client:
+        now = client.sync(take_sample, client)
+        if once:
+            time.sleep(interval)
+            console.print(render(now, client.sync(take_sample, client), scheduler))
+            return
+        try:
+            with (
+                suppress(KeyboardInterrupt),
+                Live(render(None, now, scheduler), console=console, screen=console.is_terminal) as live,
+            ):
+                while True:
+                    time.sleep(interval)
+                    before, now = now, client.sync(take_sample, client)
+                    live.update(render(before, now, scheduler), refresh=True)
+        except OSError as error:
+            raise GpuspillError(f"{scheduler}: the scheduler has gone: {error}") from error
 
 
 @gpuspill.command()

@@ -59,7 +59,7 @@ def test_the_dask_command_gets_its_part_without_loading_what_a_worker_needs() ->
         (["bench", "keys", "--arms", "stick"], "'stick' is unknown; choose among stock, gpuspill"),
         (["bench", "persist-sum", "--chunk", "2GiB"], "chunk: must be between"),
         (["bench", "tiny", "--tasks", "3"], "tasks: must be an even number"),
-        (["report", "missing.json"], "missing.json: cannot be read"),
+        (["bench", "show", "missing.json"], "missing.json: cannot be read"),
         (["demo", "--jobs", "x"], "jobs: 'x' is unknown"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_benchmark_prints_a_table_and_writes_a_report_that_can_be_printed_agai
     document = json.loads(path.read_text())
     assert document["parameters"]["sizes"] == [5, 20]
     assert len(document["samples"]) == 4
-    again = run("report", str(path))
+    again = run("bench", "show", str(path))
     assert again.exit_code == 0
     assert again.stdout == found.stdout
 

@@ -20,13 +20,15 @@ from tornado.ioloop import IOLoop
 
 from gpuspill.config import Settings
 from gpuspill.distributed import internals
+from gpuspill.distributed.dashboard import show_worker
 from gpuspill.distributed.dask_cuda import adopted_options
 from gpuspill.distributed.devices import device_limit
 from gpuspill.distributed.factory import build_store, check_compression
 from gpuspill.distributed.hints import Hints
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.memory import MemoryFollower
-from gpuspill.distributed.metrics import heartbeat
+from gpuspill.distributed.metrics import export, heartbeat
+from gpuspill.distributed.notices import forward_warnings
 from gpuspill.distributed.settings_report import announce_settings
 from gpuspill.distributed.task_inputs import Job, OutputSizes
 from gpuspill.distributed.uses import TieredUses
@@ -98,6 +100,7 @@ class Attachment:
         self.window = Window(SENDING_NBYTES)
         self._threads = max(1, worker.state.nthreads)
         self._loop = IOLoop.current()
+        self._shown = False
         self.thresholds = internals.thresholds(worker, settings)
         self.follower = MemoryFollower(
             self.thresholds,
@@ -240,6 +243,9 @@ class Attachment:
 
     def update(self) -> None:
         """Look at the memory of the process. To be called regularly."""
+        if not self._shown:
+            self._shown = True  # once: now the worker's HTTP server runs
+            show_worker(self._worker)
         self.follower.update()
         self.hints.follow_if_needed()  # if values came although no task ran here
 
@@ -348,6 +354,8 @@ def attach(worker: Any, **options: object) -> SpillStore:
         )
     internals.announce(worker)
     worker.metrics["gpuspill"] = lambda _: heartbeat(store)
+    export(worker, store)
+    forward_warnings(worker, IOLoop.current())
     worker.plugins[attachment.hints.name] = attachment.hints
     attachment.hints.follow_if_needed()
     internals.add_periodic_callback(worker, "gpuspill", attachment.update)

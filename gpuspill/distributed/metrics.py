@@ -7,24 +7,27 @@ fine performance metrics (``context_meter``)
 heartbeat, ``WorkerState.metrics["gpuspill"]``
     :func:`heartbeat`.
 ``gpuspill.statistics(client)``
-    :func:`statistics`.
+    See :mod:`gpuspill.distributed.frames`.
+Prometheus
+    :func:`export`: all of them, beside what distributed exports.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import dask.config
 from distributed.metrics import context_meter
 
-from gpuspill.config.jit_unspill import answer_once
+from gpuspill.monitoring.prometheus import collector, families
 
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
 
-__all__ = ["LABELS", "WAIT", "Metrics", "ask_workers", "heartbeat", "require_pandas", "statistics"]
+__all__ = ["LABELS", "WAIT", "Metrics", "export", "export_prefix", "heartbeat"]
 
 #: What distributed's ``SpillBuffer`` reports; its consumers know these labels.
 LABELS = frozenset(
@@ -93,77 +96,23 @@ def heartbeat(store: SpillStore) -> dict[str, float | None]:
     return {name: getattr(found, name) for name in found.__slots__}  # asdict would copy each number deeply
 
 
-def statistics(client: Any) -> Any:
-    """Ask every worker for the numbers of its store.
+def export_prefix(who: str) -> str:
+    """Return how the names of gpuspill's metrics for Prometheus begin; `who` is ``worker`` or ``scheduler``."""
+    namespace = dask.config.get("distributed.dashboard.prometheus.namespace", default="dask")
+    return "_".join(part for part in (namespace, who, "gpuspill") if part)
 
-    Parameters
-    ----------
-    client
-        A ``distributed.Client``.
 
-    Returns
-    -------
-    pandas.DataFrame
-        A row a worker (the index holds the addresses), a column for each attribute of
-        :class:`~gpuspill.manager.statistics.Statistics`. Workers without gpuspill have no row; if that is all of
-        them, a warning is logged, once. From an asynchronous client: an awaitable of it.
+def export(worker: Any, store: SpillStore) -> None:
+    """Show the numbers of a store on its worker's page ``/metrics``, as long as the store is alive.
 
-    Raises
-    ------
-    ImportError
-        pandas is not installed here.
+    Does nothing where ``prometheus_client`` is not installed. The label ``worker`` holds the worker's name.
     """
-    require_pandas("gpuspill.statistics")
-    return ask_workers(client, _statistics_of_worker, _frame)
+    exporter = collector()
+    if exporter is None:
+        return
+    prefix, name = export_prefix("worker"), str(worker.name)
 
+    def families_of(store: SpillStore) -> Iterator[Any]:
+        return families(prefix, {name: heartbeat(store)}, "worker")
 
-def require_pandas(who: str) -> Any:
-    """Return pandas, which is no requirement; an ImportError that says who wants it if it is not installed."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError(
-            f"{who} returns a pandas.DataFrame, and pandas cannot be imported here ({error}): pip install pandas"
-        ) from error
-    return pandas
-
-
-def ask_workers(client: Any, question: Callable[[Any], Any], combine: Callable[[dict[str, Any]], Any]) -> Any:
-    """Run `question` on every worker and return what `combine` makes of the answers; awaitable if the client is.
-
-    An answer of None says that the worker has no gpuspill. If none has, whoever asks is told how to come by it.
-    """
-
-    def finish(found: dict[str, Any]) -> Any:
-        if found and all(answer is None for answer in found.values()):
-            answer_once(
-                f"no worker of the cluster at {client.scheduler.address} has gpuspill attached, so there is nothing to "
-                "tell. client.register_plugin(gpuspill.SpillPlugin()) attaches it to those that run; workers that are "
-                "started with data=gpuspill.data() or --preload gpuspill have it from the beginning"
-            )
-        return combine(found)
-
-    answers = client.run(question)
-    if isinstance(answers, dict):
-        return finish(answers)
-
-    async def later() -> Any:
-        return finish(await answers)
-
-    return later()
-
-
-def _statistics_of_worker(dask_worker: Any) -> dict[str, float | None] | None:
-    from gpuspill.distributed.mapping import SpillStore
-
-    data = dask_worker.data
-    return heartbeat(data) if isinstance(data, SpillStore) else None
-
-
-def _frame(answers: dict[str, dict[str, float | None] | None]) -> Any:
-    from gpuspill.manager.statistics import Statistics
-
-    pd = require_pandas("gpuspill.statistics")
-
-    rows = {address: row for address, row in answers.items() if row is not None}
-    return pd.DataFrame.from_dict(rows, orient="index", columns=list(Statistics.__slots__))
+    exporter.add(store, families_of)

@@ -16,7 +16,7 @@ from gpuspill.config.jit_unspill import answer_once, answers
 from gpuspill.config.origins import configured_files, origins
 from gpuspill.distributed import internals
 from gpuspill.distributed.devices import device_limit
-from gpuspill.distributed.metrics import ask_workers, require_pandas
+from gpuspill.distributed.frames import ask_workers, require_pandas, wide
 from gpuspill.errors import ConfigError, GpuspillError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Rows = dict[str, dict[str, object]]
 
-__all__ = ["announce_settings", "here", "in_force", "of_cluster", "settings", "text"]
+__all__ = ["announce_settings", "connect", "here", "in_force", "of_cluster", "settings", "text"]
 
 #: The worker's own: shown on its terminal, and what ``client.get_worker_logs()`` returns.
 logger = logging.getLogger("distributed.worker")
@@ -143,7 +143,7 @@ def of_cluster(scheduler: str) -> list[tuple[str, Rows]]:
     GpuspillError
         There is no scheduler.
     """
-    with _connect(scheduler) as client:
+    with connect(scheduler) as client:
         answers = client.run(settings_of_worker)
     groups: list[dict[str, Rows]] = []
     without = []
@@ -160,7 +160,16 @@ def of_cluster(scheduler: str) -> list[tuple[str, Rows]]:
     return [*shown, (f"{', '.join(without)}: without gpuspill", {})] if without else shown
 
 
-def _connect(scheduler: str) -> Client:
+def connect(scheduler: str) -> Client:
+    """Return a client of a cluster, by the scheduler's address or the path of a scheduler file.
+
+    Raises
+    ------
+    ConfigError
+        `scheduler` is neither.
+    GpuspillError
+        There is no scheduler.
+    """
     if os.path.exists(scheduler):
         try:
             with open(scheduler) as file:
@@ -193,4 +202,4 @@ def _frame(answers: dict[str, Rows | None]) -> Any:
     pd = require_pandas("gpuspill.settings")
     rows = {(address, name): row for address, found in answers.items() for name, row in (found or {}).items()}
     index = pd.MultiIndex.from_tuples(rows, names=["worker", "option"])
-    return pd.DataFrame(list(rows.values()), index=index, columns=["value", "in_force", "origin"], dtype=object)
+    return wide(pd.DataFrame(list(rows.values()), index=index, columns=["value", "in_force", "origin"], dtype=object))

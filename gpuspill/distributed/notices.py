@@ -1,0 +1,55 @@
+"""Rare events that a user can act on: what gpuspill warns of in a worker's log is told to clients, too.
+
+``client.get_events("gpuspill")`` returns them, and ``client.subscribe_topic("gpuspill", handler)`` hears of each.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from functools import cache
+from typing import Any, Final
+
+from gpuspill.distributed.observing import TOPIC
+
+__all__ = ["forward_warnings"]
+
+_LOGGER: Final = "gpuspill"
+
+
+class _Forwarder(logging.Handler):
+    """Tells the scheduler of warnings, through one of the workers of this process.
+
+    One, and not each: a record of Python's logging says nothing of the worker that it is about, beyond its text.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def add(self, worker: Any, loop: Any) -> None:
+        self._workers[worker] = loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for worker, loop in list(self._workers.items()):
+            if worker.status.name not in ("running", "paused"):
+                continue
+            message = {"level": record.levelname, "message": record.getMessage()}
+            try:
+                # On the loop: warnings come from any thread, and the connection to the scheduler belongs to the loop.
+                loop.add_callback(worker.log_event, TOPIC, message)
+            except RuntimeError:  # that loop was closed
+                continue
+            return
+
+
+def forward_warnings(worker: Any, loop: Any) -> None:
+    """Tell the clients of a worker's cluster of the warnings of this process. `loop` is the worker's event loop."""
+    _forwarder().add(worker, loop)
+
+
+@cache  # the logger belongs to the process, and so does what hangs on it, however many workers there are
+def _forwarder() -> _Forwarder:
+    made = _Forwarder()
+    logging.getLogger(_LOGGER).addHandler(made)
+    return made

@@ -1,0 +1,76 @@
+"""The statistics of a cluster at one moment, and what changed between two moments. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from gpuspill.monitoring.catalogue import catalogue
+
+__all__ = ["Numbers", "Sample", "changes", "combined", "rates"]
+
+Numbers: TypeAlias = Mapping[str, float | None]
+"""The statistics of one worker, or of several together, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the workers of a cluster said of themselves.
+
+    Attributes
+    ----------
+    time
+        Seconds, of any clock that does not go back.
+    workers
+        The statistics of each worker that has gpuspill, by its address.
+    tasks
+        Tasks that run in the cluster now.
+    loop_interval
+        The longest interval between two turns of a worker's event loop lately, in seconds, as the workers average it.
+    """
+
+    time: float
+    workers: Mapping[str, Numbers] = field(default_factory=dict)
+    tasks: int = 0
+    loop_interval: float = 0.0
+
+
+def combined(workers: Mapping[str, Numbers]) -> dict[str, float | None]:
+    """Return the statistics of several workers together.
+
+    A limit that one of them does not have is none for all.
+    """
+    total: dict[str, float | None] = {}
+    for name in catalogue():
+        numbers = [worker.get(name) for worker in workers.values()]
+        known = [number for number in numbers if number is not None]
+        total[name] = None if len(known) < len(numbers) else sum(known)
+    return total
+
+
+def changes(before: Sample, after: Sample) -> dict[str, dict[str, float]]:
+    """Return how much the totals of each worker grew between two samples.
+
+    A worker that was not there before, or that was started anew meanwhile, counts from zero.
+    """
+    grown: dict[str, dict[str, float]] = {}
+    for address, numbers in after.workers.items():
+        known = before.workers.get(address, {})
+        grown[address] = {}
+        for name, metric in catalogue().items():
+            if metric.kind == "counter":
+                now, then = numbers.get(name) or 0, known.get(name) or 0
+                grown[address][name] = now - then if now >= then else now
+    return grown
+
+
+def rates(before: Sample, after: Sample) -> dict[str, dict[str, float]]:
+    """Return how fast the totals of each worker grew between two samples, per second."""
+    seconds = after.time - before.time
+    if seconds <= 0:
+        return {address: dict.fromkeys(grown, 0.0) for address, grown in changes(before, after).items()}
+    return {
+        address: {name: number / seconds for name, number in grown.items()}
+        for address, grown in changes(before, after).items()
+    }

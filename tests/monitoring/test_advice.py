@@ -1,0 +1,78 @@
+"""Each rule speaks up for its fault, and for nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuspill.monitoring.advice import Run, advise
+from gpuspill.monitoring.samples import Sample
+from tests.monitoring.cluster_samples import run, worker
+
+FULL = {"host_nbytes": 950}
+
+#: For each rule a run that has its fault: what the worker says at the end, and so at each moment before.
+FAULTS = {
+    "lost": {"lost": 2, "spills": 5},
+    "disk-limit": {"spill_failures": 9, "disk_nbytes": 990, "disk_limit": 1000, "spills": 5},
+    "disk-refuses": {"spill_failures": 3, "spills": 5},
+    "unspillable": {"unspillable": 40, "spills": 1, **FULL},
+    "overcommits": {"overruns": 8, "waits": 10, "spills": 5, **FULL},
+    "unmanaged-memory": {"offset_nbytes": 600, "host_nbytes": 350, "spills": 5},
+    "disk-bound": {"write_seconds": 9.0, "written_nbytes": 4000, "wait_seconds": 5.0, "spills": 5},
+    "limit-too-low": {"restored_total_nbytes": 9000, "spilled_nbytes": 2000, "read_seconds": 3.0, "spills": 5},
+    "serialisation-bound": {"serialize_seconds": 6.0, "write_seconds": 0.5, "spills": 5},
+    "reads-on-the-loop": {"loop_io": 3, "spills": 5},
+    "device-out-of-memory": {"device_out_of_memory": 2, "device_spills": 5},
+}
+
+
+def rules(samples: list[Sample]) -> list[str]:
+    return [advice.rule for advice in advise(Run(samples))]
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_the_fault_is_found_and_nothing_else(rule):
+    faulty = worker(**FAULTS[rule])
+    quiet = {name: 0 if name not in ("limit", "disk_limit", "device_limit") else faulty[name] for name in faulty}
+    half = {name: number if name.endswith("nbytes") or not number else number / 2 for name, number in faulty.items()}
+    half["limit"], half["disk_limit"] = faulty["limit"], faulty["disk_limit"]
+    assert rules(run(quiet, half, faulty, seconds=5.0)) == [rule]
+
+
+@pytest.mark.parametrize("rule", sorted(FAULTS.keys() - {"unspillable", "unmanaged-memory"}))  # those are states
+def test_what_happened_before_the_run_is_not_its_fault(rule):
+    faulty = worker(**FAULTS[rule])
+    assert rules(run(faulty, faulty, faulty, seconds=5.0)) == ["nothing-spilled"]
+
+
+def test_a_run_that_spilled_and_kept_up():
+    samples = run(worker(), worker(spills=9, spilled_nbytes=500, written_nbytes=500, write_seconds=0.2), seconds=10.0)
+    assert rules(samples) == ["healthy"]
+
+
+def test_nothing_was_spilled():
+    assert rules(run(worker(), worker(host_nbytes=10))) == ["nothing-spilled"]
+
+
+def test_no_worker_has_gpuspill():
+    (advice,) = advise(Run([Sample(0.0), Sample(1.0)]))
+    assert advice.rule == "no-gpuspill"
+    assert "SpillPlugin" in advice.remedy
+
+
+def test_a_few_overcommits_are_usual():
+    samples = run(worker(), worker(overruns=3, waits=500, spills=9, **FULL), seconds=10.0)
+    assert rules(samples) == ["healthy"]
+
+
+def test_every_finding_says_its_figures_and_every_remedy_what_to_do():
+    for rule, numbers in FAULTS.items():
+        (advice,) = advise(Run(run(worker(), worker(**numbers), seconds=10.0)))
+        assert advice.rule == rule
+        assert any(letter.isdigit() for letter in advice.finding), advice.finding
+        assert advice.remedy.endswith(".")
+
+
+def test_a_run_needs_a_sample():
+    with pytest.raises(ValueError, match="without a sample"):
+        Run([])

@@ -1,0 +1,40 @@
+"""The numbers in a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from gpuspill.monitoring.samples import Sample
+from gpuspill.monitoring.table import render
+from tests.monitoring.cluster_samples import worker
+
+
+def text(before: Sample | None, now: Sample, width: int = 160) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(render(before, now, "tcp://s:1"))
+    return captured.get().splitlines()
+
+
+def test_one_worker():
+    now = Sample(1.0, {"tcp://a:1": worker(limit=1024, host_nbytes=512, wait_seconds=2, lost=3)})
+    lines = text(None, now)
+    (row,) = [line for line in lines if "tcp://a:1" in line]
+    assert "████████░░░░░░░░ 512 B of 1.00 KiB" in row
+    assert "2.00 s" in row
+    assert "3 lost" in row
+    assert not any("all" in line.split() for line in lines)
+
+
+def test_several_workers_have_a_row_together_and_speeds_from_two_samples():
+    before = Sample(0.0, {"a": worker(), "b": worker()})
+    now = Sample(2.0, {"a": worker(written_nbytes=4096, host_nbytes=1), "b": worker(written_nbytes=2048, limit=None)})
+    lines = text(before, now)
+    (row,) = [line for line in lines if "all 2" in line]
+    assert "3.00 KiB/s" in row
+    assert "1 B" in row
+    assert " of " not in row  # one of them has no limit
+
+
+def test_no_worker_has_gpuspill():
+    assert any("worker" in line for line in text(None, Sample(0.0)))
