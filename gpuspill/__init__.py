@@ -88,15 +88,6 @@ def dask_setup(server: Any) -> Awaitable[None] | None:
     A plain function and not a click command: preloads all get the same arguments, and those of other preloads
     (dask-cuda passes one) would be unknown options here. What it returns for a scheduler has to be awaited.
     """
-    from distributed import Scheduler
+    from gpuspill.distributed.plugin import set_up
 
-    if isinstance(server, Scheduler):
-        from gpuspill.distributed.dashboard import MonitorPlugin
-
-        plugin = MonitorPlugin()
-        shown: Awaitable[None] = server.register_scheduler_plugin(plugin, name=plugin.name, idempotent=True)
-        return shown
-    from gpuspill.distributed.attachment import attach
-
-    attach(server)
-    return None
+    return set_up(server)

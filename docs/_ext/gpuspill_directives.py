@@ -82,7 +82,7 @@ class Example(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Tell Sphinx."""
-    for name in ("options", "statistics", "commands", "labels"):
+    for name in ("options", "statistics", "commands", "labels", "metrics"):
         render = staticmethod(getattr(gpuspill_reference, f"render_{name}"))
         app.add_directive(f"gpuspill-{name}", type(name.title(), (Generated,), {"render": render}))
     app.add_directive("drawing", Drawing)

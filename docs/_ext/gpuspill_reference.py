@@ -5,9 +5,8 @@ Returns Markdown, and knows nothing of Sphinx, so that tests can look at it.
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
@@ -18,96 +17,25 @@ from gpuspill.cli import gpuspill as command
 from gpuspill.config import Settings
 from gpuspill.distributed.metrics import LABELS, WAIT
 from gpuspill.errors import ConfigError
-from gpuspill.manager.statistics import Statistics
+from gpuspill.monitoring.catalogue import catalogue, explanations
+from gpuspill.monitoring.prometheus import exported_name
 
 __all__ = [
-    "GROUPS",
     "Option",
     "commands",
-    "documented",
     "options",
     "render_commands",
     "render_labels",
+    "render_metrics",
     "render_options",
     "render_statistics",
 ]
-
-#: Which question a number answers, in the order in which one asks. What is in none of them comes last.
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "How full is it?": (
-        "limit",
-        "host_nbytes",
-        "pinned_nbytes",
-        "reserved_nbytes",
-        "offset_nbytes",
-        "spilled_nbytes",
-        "disk_limit",
-        "disk_nbytes",
-        "keys",
-        "values",
-        "host_keys",
-        "disk_keys",
-        "estimated_nbytes",
-    ),
-    "What moved so far?": (
-        "spills",
-        "spilled_total_nbytes",
-        "clean_drops",
-        "restores",
-        "restored_total_nbytes",
-        "prefetches",
-        "written_nbytes",
-        "read_nbytes",
-        "raw_nbytes",
-        "records_reclaimed",
-    ),
-    "What does spilling cost?": (
-        "hits",
-        "misses",
-        "waits",
-        "wait_seconds",
-        "waiting",
-        "write_seconds",
-        "read_seconds",
-        "serialize_seconds",
-        "deserialize_seconds",
-        "loop_io",
-    ),
-    "Is anything wrong?": (
-        "overruns",
-        "unspillable",
-        "set_aside",
-        "spill_failures",
-        "restore_failures",
-        "lost",
-    ),
-    "The device": tuple(field.name for field in fields(Statistics) if field.name.startswith("device_")),
-}
 
 
 def markdown(text: str) -> str:
     """Return a sentence of a docstring as Markdown."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
     return re.sub(r"``([^`]+)``", r"`\1`", text)
-
-
-def documented(cls: type) -> dict[str, str]:
-    """Return what the docstring of a class says of each of its attributes.
-
-    Raises
-    ------
-    ValueError
-        A field is not explained, or what is explained is no field.
-    """
-    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes\n----------\n")[2]
-    found: dict[str, str] = {}
-    for names, text in re.findall(r"^(\w.*)\n((?: {4}.*\n?)+)", section, flags=re.MULTILINE):
-        meaning = markdown(" ".join(text.split()))
-        found.update((name.strip(), meaning) for name in names.split(","))
-    declared = {field.name for field in fields(cls)}
-    if found.keys() != declared:
-        raise ValueError(f"{cls.__name__}: explained and existing attributes differ: {sorted(found.keys() ^ declared)}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -132,14 +60,19 @@ class Option:
 
 def options() -> list[Option]:
     """Return all options, in the order in which they are declared."""
-    meanings = documented(Settings)
+    meanings = explanations(Settings)
     found = []
     for field in fields(Settings):
         accepts = _accepts(field.name)
         if field.default == "auto" and "'auto'" not in accepts:
             accepts = f"'auto', {accepts}"
         found.append(
-            Option(field.name.replace("_", "-"), _default(field.name, field.default), accepts, meanings[field.name])
+            Option(
+                field.name.replace("_", "-"),
+                _default(field.name, field.default),
+                accepts,
+                markdown(meanings[field.name]),
+            )
         )
     return found
 
@@ -180,37 +113,26 @@ def cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def unit(name: str) -> str:
-    """Return the unit of a statistic, which its name tells."""
-    if name.endswith(("_nbytes", "limit")):
-        return "bytes"
-    return "seconds" if name.endswith("_seconds") else "count"
-
-
-def grouped() -> Iterator[tuple[str, list[str]]]:
-    """Yield the questions, and the statistics that answer each."""
-    names = [field.name for field in fields(Statistics)]
-    seen: set[str] = set()
-    for title, members in GROUPS.items():
-        seen.update(members)
-        yield title, list(members)
-    rest = [name for name in names if name not in seen]
-    if rest:
-        yield "More", rest
-
-
 def render_statistics() -> str:
     """Return the statistics as a table for each question."""
-    meanings = documented(Statistics)
     lines: list[str] = []
-    for title, names in grouped():
-        lines += [f"## {title}", "", "| statistic | unit | meaning |", "|---|---|---|"]
-        for meaning, members in groupby(names, key=lambda name: meanings[name]):
+    for question, metrics in groupby(catalogue().values(), key=lambda metric: metric.question):
+        lines += [f"## {question}", "", "| statistic | unit | meaning |", "|---|---|---|"]
+        for explanation, members in groupby(metrics, key=lambda metric: metric.explanation):
             together = list(members)  # of several that are explained together
-            units = dict.fromkeys(unit(name) for name in together)
-            lines.append(f"| {', '.join(f'`{name}`' for name in together)} | {', '.join(units)} | {cell(meaning)} |")
+            names = ", ".join(f"`{metric.name}`" for metric in together)
+            units = ", ".join(dict.fromkeys(metric.unit for metric in together))
+            lines.append(f"| {names} | {units} | {cell(markdown(explanation))} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def render_metrics() -> str:
+    """Return the metrics that Prometheus gets of a worker, as a list."""
+    return "\n".join(
+        f"* `{exported_name(metric, 'dask_worker_gpuspill')}` ({metric.kind}): `{metric.name}`"
+        for metric in catalogue().values()
+    )
 
 
 def render_labels() -> str:

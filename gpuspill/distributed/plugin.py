@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
+from distributed import Scheduler
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from gpuspill.config import Settings
 from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.dashboard import MonitorPlugin
 
-__all__ = ["SpillPlugin"]
+__all__ = ["SpillPlugin", "set_up"]
 
 
 class SpillPlugin(WorkerPlugin):
@@ -47,3 +50,13 @@ class SpillPlugin(WorkerPlugin):
 
     def teardown(self, worker: Any) -> None:
         """Do nothing: the store works until the worker is closed."""
+
+
+def set_up(server: Any) -> Awaitable[None] | None:
+    """Do what :func:`gpuspill.dask_setup` promises."""
+    if isinstance(server, Scheduler):
+        plugin = MonitorPlugin()
+        shown: Awaitable[None] = server.register_scheduler_plugin(plugin, name=plugin.name, idempotent=True)
+        return shown
+    attach(server)
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -59,26 +59,7 @@ def test_no_foreign_name_is_listed_for_nothing() -> None:
     assert FOREIGN - used == set()
 
 
-def test_what_is_not_explained_is_found() -> None:
-    @dataclass
-    class Some:
-        """Some.
-
-        Attributes
-        ----------
-        a, b
-            Two of them, ``x`` and
-            :class:`~some.Thing`.
-        c
-            One.
-        """
-
-        a: int
-        b: int
-        d: int
-
-    with pytest.raises(ValueError, match=r"differ: \['c', 'd'\]"):
-        gpuspill_reference.documented(Some)
+def test_docstrings_become_markdown() -> None:
     assert gpuspill_reference.markdown("``x`` and :class:`~some.Thing`") == "`x` and `some.Thing`"
 
 
@@ -94,10 +75,11 @@ def test_every_option_can_be_looked_up() -> None:
 
 
 def test_every_statistic_stands_in_one_table() -> None:
-    shown = [name for _, members in gpuspill_reference.grouped() for name in members]
-    assert sorted(shown) == sorted(field.name for field in fields(Statistics))
     text = gpuspill_reference.render_statistics()
-    assert {name for name in shown if f"`{name}`" not in text} == set()
+    shown = [
+        name for names in re.findall(r"^\| (`.*?`) \|", text, flags=re.MULTILINE) for name in re.findall(r"\w+", names)
+    ]
+    assert sorted(shown) == sorted(field.name for field in fields(Statistics))
     assert "| `wait_seconds` | seconds |" in text
     assert "| `disk_nbytes` | bytes |" in text
 
