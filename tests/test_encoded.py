@@ -123,6 +123,7 @@ def test_a_decoded_value_is_like_any_other(kit: Kit) -> None:
     assert kit.manager.get("x") is kit.manager.get("y")
 
 
+@pytest.mark.fault("used meanwhile", on="receive", outcome="one object for all")
 def test_what_is_decoded_while_it_is_written_is_not_decoded_again(kit: Kit) -> None:
     gate = kit.store.before["write"] = Gate()
     kit.manager.store_encoded("x", encoded(3))
@@ -176,6 +177,7 @@ def test_it_is_no_victim_while_it_is_decoded(kit: Kit) -> None:
     assert kit.manager.statistics().pinned_nbytes == 0
 
 
+@pytest.mark.fault("deleted meanwhile", on="receive", outcome="delivered; nothing left")
 def test_its_key_may_be_deleted_while_it_is_decoded(kit: Kit) -> None:
     gate = kit.serializer.gate = Gate()
     kit.manager.store_encoded("x", encoded())
@@ -189,6 +191,7 @@ def test_its_key_may_be_deleted_while_it_is_decoded(kit: Kit) -> None:
     assert len(kit.manager) == 0
 
 
+@pytest.mark.fault("value cannot be rebuilt", on="receive", outcome="an error each time; not lost")
 def test_what_cannot_be_decoded_raises_for_each_reader_and_stays(kit: Kit) -> None:
     kit.manager.store_encoded("x", undecodable())
     for _ in range(2):
@@ -318,6 +321,7 @@ def test_pin_leaves_out_what_is_unknown_and_asks_for_no_room() -> None:
     kit.manager.close()
 
 
+@pytest.mark.fault("deleted meanwhile", on="send", outcome="sent; nothing left")
 def test_a_pinned_value_is_exported_although_its_key_is_gone(kit: Kit) -> None:
     kit.manager.store("x", value(4))
     kit.manager.evict_all()
@@ -344,6 +348,7 @@ def test_export_waits_for_a_restore_in_flight_and_sends_the_value(kit: Kit) -> N
     assert kit.store.statistics().reads == 1
 
 
+@pytest.mark.fault("used meanwhile", on="send", outcome="sent as it was")
 def test_a_restore_during_an_export_does_not_disturb_it(kit: Kit) -> None:
     kit.manager.store("x", value())
     kit.manager.evict_all()
@@ -398,6 +403,7 @@ def test_a_lost_record_is_lost_for_everybody() -> None:
     kit.manager.close()
 
 
+@pytest.mark.fault("overwritten meanwhile", on="send", outcome="sent as it was")
 def test_a_record_that_was_given_up_meanwhile_is_not_missed(kit: Kit) -> None:
     """Restored, and its record deleted, after the export looked it up."""
     kit.manager.store("x", value())
@@ -416,6 +422,7 @@ def test_a_record_that_was_given_up_meanwhile_is_not_missed(kit: Kit) -> None:
     pins.release()
 
 
+@pytest.mark.fault("error of the disk", on="send", outcome="tried again, then an error; not lost")
 @pytest.mark.parametrize("failures", [1, 2])
 def test_reading_is_tried_twice(failures: int) -> None:
     fault = nth("read", *range(1, failures + 1), error=lambda: StorageError(errno.EAGAIN, "not now"))
@@ -440,6 +447,7 @@ def test_export_after_closing(kit: Kit) -> None:
     pins.release()
 
 
+@pytest.mark.fault("several threads at once", on="send", outcome="every value right, all totals zero")
 def test_many_threads_read_export_and_evict() -> None:
     kit = Kit(limit=3 * NBYTES)
     for number in range(8):
@@ -567,6 +575,7 @@ def test_it_is_passed_on_as_what_it_is(dispersing: Kit, spilled: bool) -> None:
     assert not kit.elsewhere
 
 
+@pytest.mark.fault("device memory runs out", on="disk→host", outcome="an error names it; not lost")
 @pytest.mark.parametrize("spilled", [False, True])
 def test_no_room_on_the_device_is_said_of_the_key_and_may_pass(dispersing: Kit, spilled: bool) -> None:
     kit = dispersing

@@ -215,6 +215,7 @@ def test_a_log_that_fails_ends_no_thread_either(make, monkeypatch, method):
         engine.close()
 
 
+@pytest.mark.fault("a thread cannot be started or ends", on=("host→disk", "disk→host"), outcome="replaced")
 @pytest.mark.parametrize(("method", "kind"), [("wake", "spill"), ("submit", "restore"), ("reap", "reaper")])
 def test_a_thread_that_ended_is_replaced(make, method, kind):
     steps = Steps()

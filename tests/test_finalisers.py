@@ -64,6 +64,11 @@ OPERATIONS: dict[str, Callable[[SpillStore], object]] = {
 }
 
 
+@pytest.mark.fault(
+    "a finaliser in between",
+    on=("host→disk", "disk→host", "release", "close"),
+    outcome="does not wait for its own thread",
+)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_whoever_waits_at_any_line_is_not_waited_for(name: str, tmp_path: Path) -> None:
     for nth in itertools.count(1):

@@ -23,6 +23,7 @@ def kit() -> Iterator[Bench]:
     kit.close()
 
 
+@pytest.mark.fault("value cannot be serialised", on="host→disk", outcome="stays in memory; others go instead")
 @pytest.mark.parametrize(
     ("kind", "message"), [(Unpicklable, "not for pickling"), (Endless, "RecursionError"), (Nested, "RecursionError")]
 )
@@ -164,6 +165,7 @@ def test_errors_that_lead_to_themselves_are_cut_loose():
     assert second.__traceback__ is None
 
 
+@pytest.mark.fault("value cannot be rebuilt", on="disk→host", outcome="an error each time; not lost")
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [(Unloadable, ValueError, "cannot be rebuilt"), (Delegating, RecursionError, "maximum recursion depth")],
@@ -179,6 +181,8 @@ def test_what_cannot_be_rebuilt_says_so_each_time_and_is_not_lost(kit, kind, err
     assert kit.manager.memory_total() == 0
 
 
+@pytest.mark.fault("disk full", on="host→disk", outcome="stays in memory, tried again")
+@pytest.mark.fault("host memory runs out", on="host→disk", outcome="stays in memory, tried again")
 @pytest.mark.parametrize(
     "error", [StorageFull(28, "full"), StorageError(5, "broken"), OSError(4, "signal"), MemoryError()]
 )
@@ -355,6 +359,7 @@ def test_the_disk_limit_is_said_to_be_used_up_once(kit, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.fault("disk limit used up", on="host→disk", outcome="stays in memory, tried again")
 def test_the_quota(kit, caplog):
     manager = kit.manager
     record = len(pickle.dumps(Thing("x"), protocol=5))
@@ -485,6 +490,7 @@ def test_a_lost_value_is_lost_for_every_key_and_for_good(kit, how, caplog):
     assert manager.get("b") == Thing("again")
 
 
+@pytest.mark.fault("error of the disk", on="disk→host", outcome="tried again, then an error; not lost")
 def test_a_read_that_fails_is_tried_once_more_then_reported_and_nothing_is_lost(kit):
     failures = iter(["once", None, "first", "second"])
 
@@ -503,3 +509,26 @@ def test_a_read_that_fails_is_tried_once_more_then_reported_and_nothing_is_lost(
         kit.manager.get("a")
     assert kit.state("a") is State.SPILLED
     assert kit.manager.get("a") == Thing("a")
+
+
+class _Complaining(Thing):
+    def __del__(self):
+        raise ValueError("not without a word")
+
+
+@pytest.mark.fault("value's code raises anything", on="release", outcome="gone all the same")
+@pytest.mark.parametrize("spilled", [False, True])
+def test_a_value_whose_destructor_raises_goes_like_any_other(kit, monkeypatch, spilled):
+    complaints = []
+    monkeypatch.setattr("sys.unraisablehook", lambda complaint: complaints.append(str(complaint.exc_value)))
+    kit.manager.store("a", _Complaining("a"))
+    kit.manager.store("b", Thing("b"))
+    if spilled:
+        kit.spill("a")
+    kit.manager.discard("a")
+    kit.engine.spill_all()
+    assert complaints == ["not without a word"]
+    assert "a" not in kit.manager
+    assert kit.records() == 0
+    assert kit.manager.statistics().values == 1
+    assert kit.manager.get("b") == Thing("b")

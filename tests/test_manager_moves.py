@@ -18,6 +18,7 @@ def kit() -> Iterator[Bench]:
     kit.close()
 
 
+@pytest.mark.fault("deleted meanwhile", on="host→disk", outcome="nothing left")
 def test_deleted_while_it_is_written(kit):
     kit.manager.store("a", Thing())
     for when in ("before", "after"):
@@ -29,6 +30,7 @@ def test_deleted_while_it_is_written(kit):
         kit.manager.store("a", Thing())
 
 
+@pytest.mark.fault("overwritten meanwhile", on="host→disk", outcome="the new one is there")
 def test_overwritten_while_it_is_written(kit):
     def hook(operation, when):
         kit.store.hook = lambda operation, when: None
@@ -42,6 +44,7 @@ def test_overwritten_while_it_is_written(kit):
     assert kit.records() == 0
 
 
+@pytest.mark.fault("deleted meanwhile", on="disk→host", outcome="delivered; nothing left")
 def test_deleted_while_it_is_read_is_delivered_and_leaves_nothing(kit):
     kit.manager.store("a", Thing("a"))
     kit.spill("a")
@@ -51,6 +54,7 @@ def test_deleted_while_it_is_read_is_delivered_and_leaves_nothing(kit):
     assert kit.records() == kit.manager.memory_total() == 0
 
 
+@pytest.mark.fault("overwritten meanwhile", on="disk→host", outcome="the new one is there")
 def test_overwritten_while_it_is_read(kit):
     """The reader asked for the value that the key held then; the key holds the new one."""
     kit.manager.store("a", Thing("old"))
@@ -89,6 +93,7 @@ def test_lost_and_overwritten_meanwhile(kit):
     assert kit.manager.get("a") == Thing("new")
 
 
+@pytest.mark.fault("used meanwhile", on="host→disk", outcome="stays")
 def test_pinned_while_it_is_written_stays(kit):
     pins = []
     kit.manager.store("a", Thing("a"))
@@ -120,6 +125,7 @@ def test_pinned_while_its_write_fails(kit):
     assert kit.state("a") is State.SPILLED
 
 
+@pytest.mark.fault("closed meanwhile", on="host→disk", outcome="stays readable; nothing left on disk")
 def test_closed_while_it_is_written(kit):
     kit.manager.store("a", Thing("a"))
     kit.store.hook = lambda operation, when: kit.manager.close()
@@ -128,6 +134,7 @@ def test_closed_while_it_is_written(kit):
     assert kit.records() == 0
 
 
+@pytest.mark.fault("closed meanwhile", on="disk→host", outcome="whole, or an error")
 def test_closed_while_it_is_read(kit):
     kit.manager.store("a", Thing("a"))
     kit.spill("a")

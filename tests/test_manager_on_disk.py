@@ -65,6 +65,8 @@ def test_it_is_reported_as_a_write():
         assert told[1:] == [("disk-write", 1, "count"), ("disk-write", nbytes, "bytes")]
 
 
+@pytest.mark.fault("error of the disk", on="receive", outcome="an error; nothing changed")
+@pytest.mark.fault("host memory runs out", on="receive", outcome="an error; nothing changed")
 @pytest.mark.parametrize(
     "error", [StorageFull(28, "full"), StorageError(5, "broken"), MemoryError(), KeyboardInterrupt()]
 )
@@ -99,6 +101,7 @@ def test_a_key_that_is_not_hashable_leaves_nothing(kit):
     assert disk(kit) == (0, 0)
 
 
+@pytest.mark.fault("disk limit used up", on="receive", outcome="refused before anything is read")
 def test_the_quota_is_asked_before_anything_is_read():
     with bench(disk_limit=200) as kit:
         stream = Pieces(b"x" * 100, b"x" * 101)
@@ -177,6 +180,7 @@ def test_a_record_that_turns_out_too_large_is_given_up():
         assert disk(kit) == (0, 0)
 
 
+@pytest.mark.fault("closed meanwhile", on="receive", outcome="an error; nothing left on disk")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_closed_meanwhile(kit, when):
     kit.store.hook = lambda operation, at: kit.manager.close() if at == when else None

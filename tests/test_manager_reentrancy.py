@@ -78,6 +78,9 @@ def interrupt(kit: Bench, event: Callable[[Bench], Any], nth: int, action: Calla
     return interrupted(do_event, nth, do_action, counts=lock._is_owned)  # type: ignore[attr-defined]
 
 
+@pytest.mark.fault(
+    "a finaliser in between", on=("host→disk", "disk→host", "release"), outcome="as if it came before or after"
+)
 @pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.parametrize("event", EVENTS)
 def test_interrupted_at_any_line(event, first):

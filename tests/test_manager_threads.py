@@ -126,6 +126,7 @@ def both(*futures: Future[Any]) -> list[Any]:
 # -- two at once on one key ------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("used meanwhile", on="disk→host", outcome="one read for all")
 def test_a_second_reader_waits_and_gets_the_same_object(kit):
     kit.on_disk("a")
     first = kit.start(kit.manager.get, "a")
@@ -176,6 +177,7 @@ def test_a_read_that_fails_reaches_all_who_wait(kit, error, raised, state):
             kit.manager.get("a")
 
 
+@pytest.mark.fault("value's code raises anything", on="disk→host", outcome="all are answered")
 @pytest.mark.parametrize("error", DEADLY)
 @pytest.mark.parametrize("encoded", [False, True])
 def test_a_deserialiser_that_raises_what_is_no_error_ends_no_thread_and_all_are_answered(kit, error, encoded):
@@ -206,6 +208,7 @@ def test_a_deserialiser_that_raises_what_is_no_error_ends_no_thread_and_all_are_
     assert manager.get_many(["good"]).result(TIMEOUT)["good"].content == "good"
 
 
+@pytest.mark.fault("value's code raises anything", on="host→disk", outcome="stays in memory")
 @pytest.mark.parametrize("error", DEADLY)
 def test_a_serialiser_that_raises_what_is_no_error_ends_no_thread(kit, error):
     class Worse(Value):
@@ -245,6 +248,9 @@ def test_finding_what_a_value_keeps_alive_may_raise_anything(error):
         kit.close()
 
 
+@pytest.mark.fault(
+    "a thread cannot be started or ends", on=("host→disk", "disk→host"), outcome="the caller does the work"
+)
 def test_without_any_thread_the_callers_spill_and_restore(kit, monkeypatch, caplog):
     """As where the system allows no more threads."""
     with monkeypatch.context() as patch:
@@ -264,6 +270,7 @@ def test_without_any_thread_the_callers_spill_and_restore(kit, monkeypatch, capl
     assert caplog.text.count("cannot start a thread") <= 4, "once of each kind"
 
 
+@pytest.mark.fault("used meanwhile", on="host→disk", outcome="stays")
 def test_reading_a_value_while_it_is_written_does_not_wait(kit):
     kit.store.manual = {"write"}  # what is written of it is read afterwards, and compared
     value = Value("a")
@@ -335,6 +342,7 @@ def test_two_different_keys_are_read_side_by_side(kit):
     assert [reader.result(TIMEOUT).content for reader in readers] == ["a", "b"]
 
 
+@pytest.mark.fault("disk slow or stuck", on="disk→host", outcome="others do not wait")
 def test_reads_do_not_wait_for_writes(kit):
     kit.on_disk("a")
     kit.manager.store("b", Value("b"))
@@ -399,6 +407,7 @@ def closing(kit: Kit) -> Iterator[None]:
     assert not thread.is_alive(), "closing never ends"
 
 
+@pytest.mark.fault("disk slow or stuck", on="close", outcome="waits for the write")
 def test_closing_while_a_value_is_written(kit):
     kit.store.manual = {"write"}
     kit.manager.store("a", Value("a"))
@@ -437,6 +446,7 @@ def test_closing_answers_all_whose_reads_have_not_begun(kit):
     kit.manager.validate()
 
 
+@pytest.mark.fault("closed meanwhile", on="send", outcome="whole, or an error")
 def test_closing_while_a_value_is_sent(kit):
     for key in "abc":
         kit.on_disk(key)
@@ -485,6 +495,7 @@ def test_a_task_waits_while_something_can_make_room_and_no_longer(kit):
     admission.release()
 
 
+@pytest.mark.fault("nothing can leave memory", on="host→disk", outcome="tasks go on, counted")
 @pytest.mark.parametrize("error", [StorageFull(28, "full"), TypeError("cannot be written")])
 def test_when_nothing_can_make_room_a_task_is_let_go_and_that_is_counted(kit, error):
     kit.manager.store("a", Value("a"))
@@ -705,6 +716,11 @@ def storm(manager: ProxifyManager, *, threads: int, rounds: int, seed: int, slow
     return wrong
 
 
+@pytest.mark.fault(
+    "several threads at once",
+    on=("host→disk", "disk→host", "release", "close"),
+    outcome="every value right, all totals zero",
+)
 @pytest.mark.parametrize(
     ("seed", "options"),
     [

@@ -333,6 +333,12 @@ def test_what_a_worker_keeps_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.left["in workers"] == 1
 
 
+@pytest.mark.fault(
+    "worker stopped, restarted, retired", on=("host→disk", "disk→host", "send", "receive"), outcome="every answer right"
+)
+@pytest.mark.fault(
+    "process killed", on=("host→disk", "send", "receive", "close"), outcome="every answer right, nothing left"
+)
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_every_fault_is_injected_and_stood(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 #: Pages, and the heading of the column in which tests are named.
 PAGES = {
     "docs/proofs.md": "proved by",
+    "docs/faults.md": "shown by",
     "docs/compatibility.md": "shown by",
     "docs/design/predecessors.md": "shown by",
 }

@@ -78,6 +78,7 @@ def test_at_most_two_copies_a_direction_have_staging(device, monkeypatch):
     assert device.statistics().pinned_bytes <= 400
 
 
+@pytest.mark.fault("no pinned memory", on=("device→host", "host→device"), outcome="goes through ordinary memory")
 def test_without_pinned_memory_ordinary_memory_will_do(device, monkeypatch):
     def fail(nbytes):
         raise MemoryError
@@ -90,6 +91,7 @@ def test_without_pinned_memory_ordinary_memory_will_do(device, monkeypatch):
     assert host == data.tobytes()
 
 
+@pytest.mark.fault("copy on the device fails", on=("device→host", "host→device"), outcome="nothing is under way")
 @pytest.mark.parametrize("fails", [1, 2, 3, 10])
 @pytest.mark.parametrize("kind", ["to_host", "to_device"])
 def test_when_it_raises_nothing_is_under_way(device, staged, monkeypatch, kind, fails):

@@ -104,6 +104,7 @@ async def test_the_loop_is_free_while_a_task_waits(c, s, a):
     await wait(futures)
 
 
+@pytest.mark.fault("cancelled meanwhile", on="host→disk", outcome="nothing pinned, nothing promised")
 @spilling(limits=("10 MiB",), nthreads=[("", 1)])
 async def test_a_task_that_waits_can_be_cancelled(c, s, a):
     import threading
@@ -136,6 +137,7 @@ async def test_a_worker_can_be_closed_while_a_task_waits(c, s, a):
     del futures
 
 
+@pytest.mark.fault("nothing can leave memory", on="disk→host", outcome="tasks go on, counted")
 @spilling(limits=(1, "1 MiB"), nthreads=[("", 2)])
 async def test_tasks_larger_than_the_limit_run_all_the_same(c, s, a):
     xs = [c.submit(block_of, 3 * MB, i, key=f"block_of-{i}") for i in range(4)]
@@ -191,6 +193,7 @@ class SlowToWrite:
         return MB
 
 
+@pytest.mark.fault("disk full", on="host→disk", outcome="tasks go on")
 @spilling(limits=("4 MiB",), nthreads=[("", 1)], config={"gpuspill.max-spill": "400 kB"})
 async def test_a_full_disk_stops_nobody(c, s, a):
     futures = [c.submit(SlowToWrite, pure=False) for _ in range(12)]
@@ -264,6 +267,7 @@ async def test_an_input_that_vanishes_before_the_task_starts(c, s, a):
     assert await c.submit(np.sum, x) == 1000
 
 
+@pytest.mark.fault("several threads at once", on=("send", "receive"), outcome="every value right, all totals zero")
 @spilling(limits=("4 MiB",), nthreads=[("", 2)] * 2, timeout=120)
 async def test_heavy_traffic_both_ways(c, s, a, b):
     slow_disk(a, 0.002)

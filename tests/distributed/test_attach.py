@@ -451,6 +451,7 @@ async def test_spill_directory(c, s, a):
     assert oct(os.stat(path).st_mode & 0o777) == "0o700"
 
 
+@pytest.mark.fault("worker stopped, restarted, retired", on="close", outcome="nothing left")
 @gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"data": gpuspill.data(host_limit=1)})
 async def test_closing_while_everything_is_busy(c, s, a):
     xs = c.map(lambda i: np.full(1000, i), range(10))

@@ -311,6 +311,7 @@ def lose(worker):
         worker.data.records.delete(receipt)
 
 
+@pytest.mark.fault("cancelled meanwhile", on="host→device", outcome="nothing pinned, nothing promised")
 @on_device()
 async def test_cancelled_and_failing_tasks_leave_nothing_pinned(c, s, a, device):
     xs = c.map(make, range(40), pure=False)

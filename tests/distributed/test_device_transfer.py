@@ -55,6 +55,7 @@ async def untouched(worker, keys):
     assert (statistics.units, statistics.device_nbytes, statistics.restores, tier.skeletons) == (0, 0, 0, 0)
 
 
+@pytest.mark.fault("device memory runs out", on=("send", "receive"), outcome="sent past the device")
 @on_device(nthreads=TWO, limits=LIMITS, config={**NO_AMM, **SMALL})
 async def test_a_message_three_times_the_device(c, s, a, b, device):
     xs = c.map(make, range(9), workers=[a.address], pure=False)
@@ -292,6 +293,7 @@ class Unsendable:
         raise ValueError("not this one")
 
 
+@pytest.mark.fault("value cannot be serialised", on="send", outcome="distributed's own error")
 @on_device(nthreads=TWO, limits=("100 MiB",))
 async def test_what_cannot_be_serialised_is_left_to_distributed(c, s, a, b, device):
     x = c.submit(lambda: [Unsendable(make(1))], workers=[a.address])

@@ -574,6 +574,7 @@ def _fail():
     raise RuntimeError("cannot be read")
 
 
+@pytest.mark.fault("value cannot be rebuilt", on="disk→host", outcome="the task that needs it fails")
 @spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
 async def test_a_value_that_cannot_be_deserialised_fails_the_task_that_needs_it(c, s, a):
     x = c.submit(Unreadable)

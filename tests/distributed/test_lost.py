@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from contextlib import suppress
 
 import numpy as np
@@ -57,6 +58,9 @@ async def total_later(*args):
     return total(*args)
 
 
+@pytest.mark.fault("record damaged", on="disk→host", outcome="computed anew")
+@pytest.mark.fault("record cut off", on="disk→host", outcome="computed anew")
+@pytest.mark.fault("record removed", on="disk→host", outcome="computed anew")
 @pytest.mark.parametrize("how", [remove, truncate, flip])
 @pytest.mark.parametrize("use", [total, total_later])
 @spilling(limits=(1,))
@@ -102,6 +106,7 @@ async def test_tasks_that_wait_their_turn_are_taken_back(c, s, a):
     del blocker
 
 
+@pytest.mark.fault("record removed", on="disk→host", outcome="another copy is used")
 @spilling(limits=(1,))
 async def test_another_replica_is_used(c, s, a, b):
     x = c.submit(np.ones, 1000, workers=[a.address])
@@ -115,6 +120,7 @@ async def test_another_replica_is_used(c, s, a, b):
     assert not s.tasks[scattered.key].run_spec
 
 
+@pytest.mark.fault("record removed", on="send", outcome="computed anew")
 @pytest.mark.parametrize("direct", [False, True])
 @spilling(limits=(1,))
 async def test_a_client_gathers_a_lost_result(c, s, a, b, direct):
@@ -124,12 +130,28 @@ async def test_a_client_gathers_a_lost_result(c, s, a, b, direct):
     assert (await c.gather(x, direct=direct)).sum() == 1000
 
 
+@pytest.mark.fault("record removed", on="send", outcome="computed anew")
 @spilling(limits=(1,))
 async def test_another_worker_needs_it(c, s, a, b):
     x = c.submit(np.ones, 1000, workers=[a.address])
     await wait(x)
     await damage_all(a)
     assert await c.submit(total, x, workers=[b.address]) == 1000
+
+
+@pytest.mark.fault("spill directory removed", on="send", outcome="computed anew")
+@spilling(limits=(1,))
+async def test_another_worker_needs_what_was_in_a_directory_that_is_gone(c, s, a, b):
+    x = c.submit(np.ones, 1000, workers=[a.address], allow_other_workers=True)
+    await wait(x)
+    await all_spilled(a)
+    shutil.rmtree(spill_directory(a))
+    assert await c.submit(total, x, workers=[b.address]) == 1000
+    # And on in another one.
+    y = c.submit(np.ones, 500, workers=[a.address], pure=False)
+    await wait(y)
+    await all_spilled(a)
+    assert await c.submit(total, y, workers=[b.address]) == 500
 
 
 @spilling(limits=(1,))
@@ -145,6 +167,7 @@ async def test_replicate_a_lost_value(c, s, a, b):
 # -- what nobody can compute ---------------------------------------------------------------------
 
 
+@pytest.mark.fault("record removed", on="disk→host", outcome="what nothing can compute: an error names it")
 @pytest.mark.parametrize("use", [total, total_later])
 @spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
 async def test_a_task_needs_scattered_data_that_is_lost(c, s, a, use):
@@ -186,6 +209,7 @@ async def test_a_client_gathers_scattered_data_that_is_lost(c, s, a, direct):
     assert caught.value.key == "my-data"
 
 
+@pytest.mark.fault("record removed", on="send", outcome="what nothing can compute: an error names it")
 @spilling(limits=(1,))
 async def test_another_worker_needs_scattered_data_that_is_lost(c, s, a, b):
     x = (await c.scatter({"my-data": np.ones(1000)}, workers=[a.address]))["my-data"]

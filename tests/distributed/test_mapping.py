@@ -111,6 +111,7 @@ def test_same_object_after_spilling_while_somebody_holds_it(store):
     assert store["x"] is value
 
 
+@pytest.mark.fault("disk slow or stuck", on=("host→disk", "release"), outcome="the loop does not wait")
 def test_nothing_but_reading_waits_for_the_disk(store, gate):
     for i in range(4):
         store[i] = np.full(1000, i)
@@ -400,6 +401,7 @@ def test_a_key_replaced_while_it_is_read(store, gate):
     run(main())
 
 
+@pytest.mark.fault("cancelled meanwhile", on="disk→host", outcome="nothing pinned, nothing promised")
 def test_cancelling_async_get_leaves_the_store_consistent(store, gate):
     async def main():
         store["x"], store["y"] = np.ones(100), np.zeros(100)

@@ -333,6 +333,7 @@ async def test_client_of_a_task(c, s, a, b):
 # -- workers without gpuspill ----------------------------------------------------------------------
 
 
+@pytest.mark.fault("a peer without gpuspill", on=("send", "receive"), outcome="the value, decoded")
 def test_mixed_cluster(network):
     @gen_test()
     async def test():
@@ -413,6 +414,7 @@ async def test_reduce_replicas(c, s, a, b):
     assert [x.data[0] for x in await c.gather(xs)] == [1, 2, 3]
 
 
+@pytest.mark.fault("worker stopped, restarted, retired", on="send", outcome="all sent, on the loop nothing")
 @spilling(
     limits=(5 * NBYTES,),
     amm=True,

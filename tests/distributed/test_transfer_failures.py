@@ -63,6 +63,7 @@ async def arrived(gate, n=1):
 # -- giving up -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("cancelled meanwhile", on="send", outcome="nothing pinned, nothing promised")
 @pytest.mark.parametrize("form", ["wire", "serialized", "value"])
 @gen_test()
 async def test_giving_up_while_it_is_read(form):
@@ -132,6 +133,7 @@ async def test_giving_up_while_it_is_decoded(monkeypatch):
         await quiet(a)
 
 
+@pytest.mark.fault("disk slow or stuck", on="send", outcome="bounded; others do not wait")
 @gen_test()
 async def test_the_window_bounds_what_is_read():
     async with pair() as (c, s, a, b):
@@ -175,6 +177,7 @@ async def test_a_worker_that_reads_for_others_is_busy():
 # -- keys that go while they are read --------------------------------------------------------------
 
 
+@pytest.mark.fault("deleted meanwhile", on="send", outcome="sent; nothing left")
 @gen_test()
 async def test_a_key_that_is_given_up_while_it_is_read():
     async with pair() as (c, s, a, b):
@@ -193,6 +196,8 @@ async def test_a_key_that_is_given_up_while_it_is_read():
         await rpc.close_rpc()
 
 
+@pytest.mark.fault("cancelled meanwhile", on="receive", outcome="nothing pinned, nothing promised")
+@pytest.mark.fault("deleted meanwhile", on="receive", outcome="nothing left")
 @gen_test()
 async def test_nobody_asks_for_it_any_more():
     async with pair() as (c, s, a, b):
@@ -234,6 +239,7 @@ async def ask_to_compute_what_arrives(s, b, x, gate):
         await async_poll_for(lambda: b.state.tasks[x.key].state == "resumed", timeout=10)
 
 
+@pytest.mark.fault("overwritten meanwhile", on="receive", outcome="one of both, whole")
 def test_a_value_that_is_to_be_computed_while_it_arrives(monkeypatch):
     @gen_test()
     async def test():
@@ -278,6 +284,7 @@ def test_it_is_to_be_computed_while_it_arrives_and_cannot_be_decoded(monkeypatch
     test()
 
 
+@pytest.mark.fault("value cannot be rebuilt", on=("send", "receive"), outcome="the task that needs it fails")
 @spilling(limits=(1,))
 async def test_what_cannot_be_decoded_fails_the_task_that_needs_it(c, s, a, b):
     x = c.submit(Unreadable, workers=[a.address])
@@ -318,6 +325,7 @@ def test_records_that_were_taken_over(receiver):
 # -- losing the sender, the connection, the disk ---------------------------------------------------
 
 
+@pytest.mark.fault("connection lost", on=("send", "receive"), outcome="asked again; nothing pinned")
 @gen_test()
 async def test_the_connection_is_cut():
     async with pair() as (c, _s, a, b):
@@ -335,6 +343,7 @@ async def test_the_connection_is_cut():
         await quiet(b)
 
 
+@pytest.mark.fault("worker stopped, restarted, retired", on="send", outcome="computed anew")
 @gen_test()
 async def test_the_sender_goes():
     async with pair() as (c, s, a, b):
@@ -365,6 +374,8 @@ async def die_when_read(dask_worker):
     manager._gatherer.export = die
 
 
+@pytest.mark.fault("process killed", on="send", outcome="computed anew")
+@pytest.mark.fault("process killed", on="receive", outcome="computed anew")
 @pytest.mark.slow
 @gen_test(timeout=60)
 async def test_the_senders_process_is_killed():
@@ -382,6 +393,7 @@ async def test_the_senders_process_is_killed():
         assert sender not in cluster.scheduler.workers
 
 
+@pytest.mark.fault("disk full", on="receive", outcome="stays in memory")
 def test_the_receivers_disk_is_full(caplog):
     @spilling(limits=(1,))
     async def test(c, s, a, b):
@@ -402,6 +414,7 @@ def test_the_receivers_disk_is_full(caplog):
     assert "could not spill" in caplog.text
 
 
+@pytest.mark.fault("disk slow or stuck", on="receive", outcome="asked for once there is room")
 @gen_test()
 async def test_incoming_bytes_wait_for_room_before_they_are_requested():
     async with pair(limits=(None, 2 * NBYTES)) as (c, s, a, b):
@@ -422,6 +435,7 @@ async def test_incoming_bytes_wait_for_room_before_they_are_requested():
         await quiet(b)
 
 
+@pytest.mark.fault("nothing can leave memory", on="receive", outcome="tasks go on, counted")
 @gen_test()
 async def test_incoming_bytes_do_not_wait_for_what_will_not_come():
     async with pair(limits=(None, 2 * NBYTES)) as (c, s, a, b):

@@ -1,5 +1,6 @@
 """Borrowing a record: looking at the file instead of copying it, and reading it where that cannot be."""
 
+import errno
 import os
 import sys
 import zlib
@@ -136,6 +137,7 @@ class TestWhereItCannotBe:
         monkeypatch.setattr(os, "open", open_)
         assert bytes(store.read(receipt, Borrow())[1][0]) == frame
 
+    @pytest.mark.fault("record damaged", on="send", outcome="noticed")
     def test_damaged(self, store, receipt):
         with open(store.path_of(receipt), "r+b") as file:
             file.seek(LARGE // 2)
@@ -144,6 +146,7 @@ class TestWhereItCannotBe:
             store.read(receipt, Borrow())
         assert not is_mapped(store.path_of(receipt))
 
+    @pytest.mark.fault("record cut off", on="send", outcome="noticed")
     @pytest.mark.parametrize("nbytes", [0, 1, LARGE])
     def test_cut_off(self, store, receipt, nbytes):
         os.truncate(store.path_of(receipt), nbytes)
@@ -169,3 +172,23 @@ class TestWhereItCannotBe:
         monkeypatch.setattr(os, "preadv", failing)
         with pytest.raises(StorageError, match="Input/output"):
             store.read(receipt, Borrow())
+
+    @pytest.mark.fault("no file descriptor left", on="send", outcome="an error; not lost")
+    def test_no_descriptor_is_left(self, store, receipt, frame, monkeypatch):
+        def failing(*args, **kwargs):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", failing)
+            with pytest.raises(StorageError, match="Too many open files"):
+                store.read(receipt, Borrow())
+        assert bytes(store.read(receipt, Borrow())[1][0]) == frame
+
+    @pytest.mark.fault("another file in its place", on="send", outcome="noticed")
+    def test_another_record_in_its_place(self, store, receipt):
+        other = store.write(b"h", [noise(LARGE + 64)[:LARGE]])
+        os.replace(store.path_of(other), store.path_of(receipt))
+        with pytest.raises(RecordCorrupt, match="another"):
+            store.read(receipt, Borrow())
+        with pytest.raises(RecordLost):
+            store.read(other, Borrow())

@@ -137,6 +137,7 @@ class TestDamage:
     def path(self, store, receipt):
         return store.path_of(receipt)
 
+    @pytest.mark.fault("record damaged", on="disk→host", outcome="noticed")
     def test_every_byte(self, store, receipt, path):
         with open(path, "r+b", buffering=0) as file:
             original = file.read()
@@ -150,6 +151,7 @@ class TestDamage:
         assert contents(store.read(receipt)) == (b"header", [b"some frame", b"", b"another"])
         assert store.statistics().corrupt == len(original)
 
+    @pytest.mark.fault("record cut off", on="disk→host", outcome="noticed")
     def test_every_length(self, store, receipt, path):
         for nbytes in reversed(range(receipt.nbytes)):
             os.truncate(path, nbytes)
@@ -163,6 +165,7 @@ class TestDamage:
         with pytest.raises(RecordCorrupt, match="more than"):
             store.read(receipt)
 
+    @pytest.mark.fault("record removed", on="release", outcome="no error")
     def test_removed(self, store, receipt, path):
         os.unlink(path)
         with pytest.raises(RecordLost, match="is gone"):
@@ -171,6 +174,7 @@ class TestDamage:
         store.delete(receipt)
         assert store.statistics().nbytes == 0
 
+    @pytest.mark.fault("another file in its place", on="disk→host", outcome="noticed")
     def test_swapped(self, store):
         first, second = (store.write(b"", [data]) for data in (b"first!", b"second"))
         assert first.nbytes == second.nbytes
@@ -181,6 +185,7 @@ class TestDamage:
             with pytest.raises(RecordCorrupt, match="another one"):
                 store.read(receipt)
 
+    @pytest.mark.fault("another file in its place", on="disk→host", outcome="noticed")
     def test_replaced_by_a_link(self, store, receipt, path, tmp_path):
         os.rename(path, tmp_path / "elsewhere")
         os.symlink(tmp_path / "elsewhere", path)
@@ -218,6 +223,7 @@ class TestDamage:
                 assert file.read() == b"theirs"
             os.unlink(os.path.join(store.path, name))
 
+    @pytest.mark.fault("another file in its place", on="host→disk", outcome="stays in memory, tried again")
     def test_a_name_that_is_taken_already(self, store, receipt):
         name = os.path.join(store.path, "2")
         os.mkdir(name)
@@ -226,6 +232,7 @@ class TestDamage:
         assert contents(store.read(store.write(b"", [b"y"]))) == (b"", [b"y"])
         os.rmdir(name)
 
+    @pytest.mark.fault("another file in its place", on=("disk→host", "release"), outcome="noticed")
     def test_replaced_by_a_directory(self, store, receipt, path):
         os.unlink(path)
         os.mkdir(path)
@@ -234,6 +241,7 @@ class TestDamage:
         store.delete(receipt)
         os.rmdir(path)
 
+    @pytest.mark.fault("spill directory removed", on="disk→host", outcome="lost, and says so")
     def test_directory_removed(self, store, receipt, path):
         os.unlink(path)
         os.unlink(os.path.join(store.path, "lock"))
@@ -245,6 +253,7 @@ class TestDamage:
         store.delete(receipt)
         store.close()
 
+    @pytest.mark.fault("spill directory removed", on="host→disk", outcome="goes on in another")
     @pytest.mark.parametrize("parent", [False, True])
     def test_after_its_directory_was_removed_a_store_goes_on_in_another(self, tmp_path, parent):
         store = FileStore(tmp_path / "spill")
@@ -306,6 +315,7 @@ class TestDamage:
             store.delete(same_number)
             assert contents(store.read(receipt))[0] == b"header"
 
+    @pytest.mark.fault("codec fails", on="disk→host", outcome="noticed")
     @pytest.mark.parametrize(
         ("decompress", "message"),
         [
@@ -326,6 +336,7 @@ class TestDamage:
             with pytest.raises(RecordCorrupt, match=message):
                 store.read(receipt)
 
+    @pytest.mark.fault("host memory runs out", on="disk→host", outcome="an error; not lost")
     def test_out_of_memory_while_decompressing_is_no_damage(self, tmp_path):
         def decompress(data):
             raise MemoryError
@@ -468,6 +479,7 @@ class TestFinalisers:
         assert store.statistics().reads == 2
         store.validate()
 
+    @pytest.mark.fault("a finaliser in between", on="release", outcome="deleted when the operation ends")
     def test_they_delete_when_the_operation_ends(self, store, receipts, during):
         def delete():
             store.delete(receipts[0])
@@ -601,6 +613,7 @@ class TestStreams:
 
 
 class TestFailures:
+    @pytest.mark.fault("disk full", on="host→disk", outcome="stays in memory, tried again")
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
     @pytest.mark.parametrize("partial", [False, True])
     @pytest.mark.parametrize("nth", range(1, 7))
@@ -625,6 +638,8 @@ class TestFailures:
             assert len(calls) == nth + 6
             assert len(store.read(receipt)[1]) == 2400
 
+    @pytest.mark.fault("error of the disk", on="host→disk", outcome="stays in memory, tried again")
+    @pytest.mark.fault("no file descriptor left", on="host→disk", outcome="stays in memory, tried again")
     @pytest.mark.parametrize("name", ["open", "writev", "close", "fstat"])
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES, errno.EROFS])
     def test_any_call_of_a_write(self, store, monkeypatch, name, number):
@@ -639,6 +654,8 @@ class TestFailures:
         store.validate()
         assert contents(store.read(store.write(b"", [b"x"]))) == (b"", [b"x"])
 
+    @pytest.mark.fault("error of the disk", on="disk→host", outcome="tried again, then an error; not lost")
+    @pytest.mark.fault("no file descriptor left", on="disk→host", outcome="tried again, then an error; not lost")
     @pytest.mark.parametrize("name", ["open", "preadv", "close"])
     @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EINVAL])
     def test_any_call_of_a_read(self, store, monkeypatch, name, number):
@@ -658,6 +675,7 @@ class TestFailures:
         with pytest.raises(RecordLost):
             store.read(receipt)
 
+    @pytest.mark.fault("error of the disk", on="release", outcome="never raises; counted against the limit")
     def test_delete_never_raises(self, tmp_path, monkeypatch, caplog):
         with FileStore(tmp_path, quota=1000) as store:
             receipts = [store.write(b"", [b"x"]) for _ in range(3)]
@@ -686,6 +704,7 @@ class TestFailures:
         assert files(store) == []
         store.validate()
 
+    @pytest.mark.fault("error of the disk", on="close", outcome="removed at the end")
     def test_an_incomplete_file_that_cannot_be_removed(self, tmp_path, monkeypatch, caplog):
         store = FileStore(tmp_path)
         fail_nth(monkeypatch, "writev", 1, errno.ENOSPC)
@@ -746,6 +765,7 @@ class TestConcurrency:
         monkeypatch.setattr(os, name, wrapper)
         return arrived, go_on
 
+    @pytest.mark.fault("closed meanwhile", on="host→disk", outcome="nothing left on disk")
     @pytest.mark.parametrize("after", [False, True])
     @pytest.mark.parametrize("name", ["open", "writev", "close", "fstat"])
     def test_close_while_writing(self, tmp_path, monkeypatch, name, after):
@@ -762,6 +782,7 @@ class TestConcurrency:
         assert os.listdir(tmp_path) == []
         store.validate()
 
+    @pytest.mark.fault("closed meanwhile", on="disk→host", outcome="whole, or an error")
     @pytest.mark.parametrize("name", ["open", "preadv", "close"])
     def test_close_while_reading(self, tmp_path, monkeypatch, name):
         store = FileStore(tmp_path)
@@ -827,6 +848,7 @@ class TestConcurrency:
                 assert contents(future.result(60)) == (b"", [b"x" * 1000])
         store.validate()
 
+    @pytest.mark.fault("closed meanwhile", on="release", outcome="nothing left on disk")
     def test_close_while_deleting(self, tmp_path, monkeypatch):
         store = FileStore(tmp_path)
         receipt = store.write(b"", [b"x"])
@@ -840,6 +862,7 @@ class TestConcurrency:
         assert os.listdir(tmp_path) == []
         store.validate()
 
+    @pytest.mark.fault("disk slow or stuck", on="host→disk", outcome="others do not wait")
     def test_nothing_waits_for_a_slow_write(self, store, monkeypatch):
         other = store.write(b"", [b"other"])
         arrived, go_on = self.blocked(monkeypatch, "writev")

@@ -90,6 +90,7 @@ class TestPrivateDirectory:
         directory.empty()
         assert not os.path.exists(directory.path)
 
+    @pytest.mark.fault("spill directory removed", on="close", outcome="no error")
     def test_removed_by_somebody_else(self, make):
         directory = make()
         os.unlink(os.path.join(directory.path, "lock"))
@@ -107,6 +108,7 @@ class TestPrivateDirectory:
         assert "Could not remove everything" in caplog.text
         os.removedirs(os.path.join(directory.path, "sub", "sub"))
 
+    @pytest.mark.fault("another file in its place", on="close", outcome="left alone")
     def test_links_are_neither_followed_nor_removed(self, tmp_path, make):
         precious = tmp_path / "precious"
         precious.mkdir()
@@ -186,6 +188,7 @@ class TestPrivateDirectory:
         assert os.listdir(parent / "moved") == []
         os.unlink(store.path)
 
+    @pytest.mark.fault("no locks on the file system", on="host→disk", outcome="works, with a warning")
     def test_a_file_system_without_locks(self, tmp_path, make, monkeypatch, caplog):
         def flock(fd, operation):
             raise OSError(errno.ENOLCK, "No locks available")
@@ -215,6 +218,7 @@ class TestPrivateDirectory:
         monkeypatch.undo()
         assert os.listdir(tmp_path) == []
 
+    @pytest.mark.fault("process forked", on="close", outcome="the parent's files stay")
     def test_forked_child_leaves_the_parents_files_alone(self, tmp_path):
         with FileStore(tmp_path) as store:
             receipt = store.write(b"", [b"x"])
@@ -287,6 +291,7 @@ class TestSweep:
         for path in tmp_path.glob(PREFIX + "*"):
             path.unlink()
 
+    @pytest.mark.fault("process killed", on=("host→disk", "close"), outcome="swept by the next start")
     def test_killed_process(self, tmp_path):
         code = f"""
             import sys

@@ -41,6 +41,9 @@ def test_round_trip(fd, sizes):
     assert targets == buffers
 
 
+@pytest.mark.fault(
+    "disk reads or writes less than asked", on=("host→disk", "disk→host"), outcome="goes on where it ended"
+)
 @pytest.mark.parametrize("step", [1, 2, 63, 64, 65, 499, 500, 501, 10_000])
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 def test_the_system_moves_less_than_asked(fd, sizes, step, monkeypatch):
@@ -106,6 +109,9 @@ def test_more_bytes_than_one_call_takes(fd, monkeypatch):
     assert offsets == [0, limit, 2 * limit]
 
 
+@pytest.mark.fault(
+    "disk reads or writes less than asked", on=("host→disk", "disk→host"), outcome="goes on where it ended"
+)
 def test_interrupted_calls_are_repeated(fd, monkeypatch):
     writev, preadv = os.writev, os.preadv
     turns = itertools.count()

@@ -312,6 +312,7 @@ def test_four_times_the_device_with_a_full_host(make):
     assert rig.allocated == []
 
 
+@pytest.mark.fault("record damaged", on="disk→host", outcome="noticed")
 def test_a_record_that_was_altered_is_noticed(rig):
     rig.put("x", asarray(numbers()))
     rig.leave()
@@ -343,6 +344,7 @@ def fail_nth(monkeypatch, target, name, nth, make_error):
     return calls
 
 
+@pytest.mark.fault("error of the disk", on="host→disk", outcome="stays in memory, tried again")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("nth", [1, 2, 3, 5, 6])
 def test_if_the_disk_fails_at_a_piece_it_waits_for_room_in_memory(rig, monkeypatch, nth, number):
@@ -371,6 +373,7 @@ def test_so_it_does_if_the_file_cannot_be_made(rig, monkeypatch, name):
     np.testing.assert_array_equal(asnumpy(rig.get("x")), numbers())
 
 
+@pytest.mark.fault("disk limit used up", on="host→disk", outcome="stays in memory, tried again")
 @pytest.mark.parametrize("who", ["the manager", "the store"])
 def test_beyond_the_quota_it_is_kept_in_memory(make, who):
     """There is nothing else left to do: what is on the device has to leave, and the disk may not be used."""
@@ -387,6 +390,7 @@ def test_beyond_the_quota_it_is_kept_in_memory(make, who):
         np.testing.assert_array_equal(asnumpy(rig.get("x")), numbers())
 
 
+@pytest.mark.fault("disk full", on="host→disk", outcome="tasks go on")
 def test_a_disk_that_stays_full(make, monkeypatch):
     """What has to leave the device ends up in host memory, beyond its limit; nobody waits for ever."""
     rig = make(memory=4 * UNIT)
@@ -411,6 +415,7 @@ def test_a_copy_that_fails_once_is_made_again(rig, monkeypatch, nth):
     np.testing.assert_array_equal(asnumpy(rig.get("x")), numbers())
 
 
+@pytest.mark.fault("copy on the device fails", on="host→disk", outcome="stays; tried again")
 def test_a_device_that_fails_keeps_the_unit(rig, monkeypatch):
     rig.put("x", asarray(numbers()))
     with monkeypatch.context() as patch:
@@ -450,6 +455,9 @@ def stuck(rig, monkeypatch):
     return stuck
 
 
+@pytest.mark.fault("used meanwhile", on="host→disk", outcome="stays")
+@pytest.mark.fault("deleted meanwhile", on="host→disk", outcome="nothing left")
+@pytest.mark.fault("overwritten meanwhile", on="host→disk", outcome="the new one is there")
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.parametrize("meanwhile", ["read", "delete", "overwrite", "join", "pass on", "view", "evict"])
 def test_in_the_middle(rig, stuck, meanwhile, at):
@@ -511,6 +519,7 @@ def test_changed_in_place_and_stored_again_when_all_is_copied(rig, monkeypatch):
     np.testing.assert_array_equal(asnumpy(rig.get("x")), np.full(UNIT // 8, 2.0))
 
 
+@pytest.mark.fault("disk slow or stuck", on="host→disk", outcome="others do not wait")
 def test_others_come_and_go_while_the_disk_is_stuck(rig, stuck):
     """No lock is held, of neither manager, and no staging that others need."""
     rig.put("y", asarray(numbers(1)))
@@ -544,6 +553,7 @@ def test_who_runs_out_of_memory_waits_for_it(make, monkeypatch):
     straight(rig)
 
 
+@pytest.mark.fault("device memory runs out", on="host→disk", outcome="room is made")
 def test_who_copies_runs_out_of_memory_in_the_middle(make, monkeypatch):
     """As a finaliser might, that runs between two pieces: what moves is no victim, what else there is leaves."""
     rig = make(memory=2 * UNIT)
@@ -567,6 +577,7 @@ def test_who_copies_runs_out_of_memory_in_the_middle(make, monkeypatch):
     np.testing.assert_array_equal(asnumpy(rig.get("y")), numbers(1))
 
 
+@pytest.mark.fault("closed meanwhile", on="device→host", outcome="nothing left on disk")
 def test_the_tier_is_closed_in_the_middle(rig, stuck):
     """By another thread than those of the tier, so closing does not wait: it stays on the device, readable."""
     gate, spill = stuck()

@@ -307,6 +307,7 @@ def short(what, nth):
     return lambda kind, number: 100 if (kind, number) == (what, nth) else None
 
 
+@pytest.mark.fault("GPUDirect Storage fails", on="host→disk", outcome="goes through host memory")
 @only_past
 @pytest.mark.parametrize("fault", [broken, short])
 @pytest.mark.parametrize("nth", [1, 3, PIECES])
@@ -328,6 +329,7 @@ def test_a_write_that_fails_half_way_is_done_in_pieces(rig, caplog, fault, nth):
     assert rig.statistics().past_host_spills == 1  # once is no habit
 
 
+@pytest.mark.fault("GPUDirect Storage fails", on="disk→host", outcome="goes through host memory")
 @only_past
 @pytest.mark.parametrize("fault", [broken, short])
 @pytest.mark.parametrize("nth", [1, PIECES])

@@ -195,6 +195,7 @@ def test_containers_come_back_as_they_were(rig):
     np.testing.assert_array_equal(asnumpy(found.columns["x"]), np.arange(3))
 
 
+@pytest.mark.fault("held by somebody", on="device→host", outcome="stays; others go instead")
 def test_who_has_an_array_keeps_it_on_the_device(rig):
     array = asarray(np.arange(10.0))
     rig.put("x", array)
@@ -337,6 +338,7 @@ def test_a_value_that_cannot_be_rebuilt_is_left_alone(rig):
     assert rig.statistics().units == 0
 
 
+@pytest.mark.fault("value's code raises anything", on="device→host", outcome="left alone")
 def test_a_value_whose_own_code_fails_is_left_alone(rig):
     @dataclasses.dataclass
     class Fragile:
@@ -366,6 +368,7 @@ def test_arrays_without_bytes(rig):
     assert rig.get("x")[0].shape == (0, 3)
 
 
+@pytest.mark.fault("device memory runs out", on="device→host", outcome="room is made")
 def test_out_of_memory_spills_in_the_thread_that_allocates(make):
     rig = make(memory=4 * KB)
     for i in range(4):
@@ -381,6 +384,7 @@ def test_out_of_memory_spills_in_the_thread_that_allocates(make):
         np.testing.assert_array_equal(asnumpy(rig.get(i)), np.full(128, float(i)))
 
 
+@pytest.mark.fault("device memory runs out", on="host→device", outcome="room is made")
 def test_out_of_memory_while_restoring(make):
     rig = make(memory=2 * KB)
     for i in range(6):
@@ -391,6 +395,7 @@ def test_out_of_memory_while_restoring(make):
     assert rig.device.statistics().failed_allocations == 0
 
 
+@pytest.mark.fault("device memory runs out", on="host→device", outcome="an error; not lost")
 def test_a_restore_for_which_there_is_no_room_may_be_tried_again(make):
     rig = make(memory=2 * KB)
     rig.put("x", asarray(np.arange(128.0)))
@@ -404,6 +409,7 @@ def test_a_restore_for_which_there_is_no_room_may_be_tried_again(make):
     np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(128.0))
 
 
+@pytest.mark.fault("copy on the device fails", on=("device→host", "host→device"), outcome="stays; tried again")
 def test_a_copy_that_fails_leaves_the_unit_where_it_is(rig, monkeypatch):
     rig.put("x", asarray(np.arange(10.0)))
     with monkeypatch.context() as patch:
@@ -653,6 +659,9 @@ def arrive(gate):
     assert gate.arrived.acquire(timeout=60)
 
 
+@pytest.mark.fault("used meanwhile", on="device→host", outcome="stays")
+@pytest.mark.fault("deleted meanwhile", on="device→host", outcome="nothing left")
+@pytest.mark.fault("overwritten meanwhile", on="device→host", outcome="the new one is there")
 @pytest.mark.parametrize("meanwhile", ["read", "delete", "overwrite", "join", "view"])
 def test_during_a_spill(rig, gates, meanwhile):
     rig.put("x", asarray(np.arange(10.0)))
@@ -687,6 +696,9 @@ def test_during_a_spill(rig, gates, meanwhile):
     assert len(rig.host) == 0
 
 
+@pytest.mark.fault("used meanwhile", on="host→device", outcome="one object for all")
+@pytest.mark.fault("deleted meanwhile", on="host→device", outcome="nothing left")
+@pytest.mark.fault("overwritten meanwhile", on="host→device", outcome="the new one is there")
 @pytest.mark.parametrize("meanwhile", ["read", "delete", "overwrite", "out of memory", "evict"])
 def test_during_a_restore(rig, gates, meanwhile):
     rig.put("x", asarray(np.arange(10.0)))
@@ -719,6 +731,35 @@ def test_during_a_restore(rig, gates, meanwhile):
         assert rig.live() == rig.statistics().device_nbytes == (0 if meanwhile == "delete" else 24)
     else:
         assert rig.get("x") is found
+
+
+@pytest.mark.fault("closed meanwhile", on="host→device", outcome="whole, or an error")
+def test_closed_during_a_restore(rig, gates):
+    rig.put("x", asarray(np.arange(10.0)))
+    rig.to_disk()
+    gate = gates.close("copy_to_device")
+    restore = in_thread(rig.get, "x")
+    arrive(gate)
+    close = in_thread(rig.tier.close)
+    gate.open()
+    np.testing.assert_array_equal(asnumpy(restore()), np.arange(10.0))
+    close()
+
+
+@pytest.mark.fault("host memory runs out", on="device→host", outcome="stays; tried again")
+def test_a_host_without_memory_for_it_leaves_the_unit_where_it_is(make, monkeypatch):
+    rig = make()
+    rig.put("x", asarray(np.arange(10.0)))
+    with monkeypatch.context() as patch:
+
+        def fail(*args, **kwargs):
+            raise MemoryError
+
+        patch.setattr(rig.device, "copy_to_host", fail)
+        assert rig.tier.manager.make_room(1) == 0
+    assert rig.statistics().device_nbytes == rig.live() == 80
+    assert rig.tier.manager.make_room(1) == 80
+    np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(10.0))
 
 
 def test_out_of_memory_waits_for_what_another_thread_is_spilling(make, monkeypatch):

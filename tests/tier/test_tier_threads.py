@@ -77,6 +77,9 @@ class Threads:
         assert (host == host[0]).all()
 
 
+@pytest.mark.fault(
+    "several threads at once", on=("device→host", "host→device"), outcome="every value right, all totals zero"
+)
 @pytest.mark.parametrize(("memory", "limit", "host_limit"), [(64 * KB, 16 * KB, 16 * KB), (20 * KB, None, 8 * KB)])
 def test_any_interleaving(memory, limit, host_limit):
     device = SimulatedDevice(memory)

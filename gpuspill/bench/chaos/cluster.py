@@ -26,10 +26,10 @@ from distributed import Client, LocalCluster
 
 from gpuspill.bench.arms import Arm, ClusterShape
 from gpuspill.bench.chaos.faults import Finished, Injector, running
-from gpuspill.bench.chaos.jobs import RUNS, Data, WrongAnswer, is_told_loss
+from gpuspill.bench.chaos.jobs import RUNS, Data, Refused, WrongAnswer, is_told_loss
 from gpuspill.bench.chaos.plan import JobSpec, Round
 from gpuspill.bench.chaos.remains import look, remains
-from gpuspill.bench.chaos.state import describe, examine
+from gpuspill.bench.chaos.state import HELD, describe, examine
 from gpuspill.bench.chaos.trouble import Troubled
 from gpuspill.errors import cut_loose
 
@@ -58,8 +58,8 @@ class Outcome:
     job
         Which.
     verdict
-        ``right``; ``wrong``; ``lost``: an error says that something is lost that cannot be computed again; ``failed``:
-        any other error; ``hung``: no end within the patience.
+        ``right``; ``wrong``; ``lost``: an error says that something is lost that cannot be computed again; ``refused``:
+        the cluster did not take the data; ``failed``: any other error; ``hung``: no end within the patience.
     seconds
         How long it took.
     detail
@@ -282,6 +282,8 @@ class _Jobs:
             RUNS[job.kind](self._client, Data(job.seed, self._plan.limit // _BLOCKS_IN_MEMORY))
         except WrongAnswer as error:
             return "wrong", str(error)
+        except Refused as error:
+            return "refused", str(error)
         except BaseException as error:  # also the cancellation of what it waits for
             verdict = "lost" if is_told_loss(job.kind, error) else "failed"
             # The client keeps the error beside a future, and the error keeps the frames that keep the future.
@@ -294,6 +296,7 @@ class _Jobs:
 def _examine(client: Client, result: RoundResult) -> None:
     """Wait until the workers have come to rest, and note what they have kept, and what does not fit together."""
     deadline = time.monotonic() + _GRACE
+    refused = any(outcome.verdict == "refused" for outcome in result.outcomes)
     while True:
         gc.collect()  # a job that failed has left futures in the frames of its error
         try:
@@ -307,6 +310,9 @@ def _examine(client: Client, result: RoundResult) -> None:
             break
         time.sleep(0.2)
     for address, answer in bad.items():
+        # Of data that was scattered in part the scheduler knows nothing, and the workers keep it.
+        if refused and not isinstance(answer, BaseException) and set(answer[1]) <= HELD:
+            continue
         what = answer if isinstance(answer, BaseException) else answer[1]
         result.problems.append(f"worker {address} is not at rest: {what!r:.500}")
         result.left["in workers"] += 1

@@ -168,13 +168,13 @@ class Injector:
     def _do_retire(self, fault: Fault, nanny: Nanny, pid: int) -> bool:
         # Whatever process is that worker's: it may be killed and started again before it leaves.
         self._leaving.add(str(nanny.name))
-        wanted = len(self._cluster.worker_spec)
 
         def retire() -> None:
             try:
                 self._cluster.sync(self._cluster.scale_down, [nanny.name])
             finally:
-                self._cluster.scale(wanted)
+                # Counted now: others may have been added or retired meanwhile.
+                self._cluster.scale(len(self._cluster.worker_spec) + 1)
 
         self._aside("retire", retire)
         return True

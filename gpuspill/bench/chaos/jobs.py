@@ -18,7 +18,7 @@ from distributed import Client, wait, worker_client
 import gpuspill
 from gpuspill.errors import DataLostError
 
-__all__ = ["RUNS", "Data", "WrongAnswer", "is_told_loss"]
+__all__ = ["RUNS", "Data", "Refused", "WrongAnswer", "is_told_loss"]
 
 Block = npt.NDArray[np.uint64]
 
@@ -29,6 +29,10 @@ _COLUMNS = 4
 
 class WrongAnswer(Exception):
     """An answer that is not the one of the plain computation; says which."""
+
+
+class Refused(Exception):
+    """The cluster did not take the data, because a worker went while it was sent. Others may keep their part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,10 @@ def run_frame(client: Client, data: Data) -> None:
 def run_scattered(client: Client, data: Data) -> None:
     """Hand blocks to the workers and use them in several passes."""
     blocks = [block(data, number) for number in range(_BLOCKS // 2)]
-    scattered = client.scatter(blocks, hash=False, broadcast=data.seed % 3 == 0)
+    try:
+        scattered = client.scatter(blocks, hash=False, broadcast=data.seed % 3 == 0)
+    except (OSError, TimeoutError) as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
     for number in range(_PASSES):
         sums = [
             client.submit(total, one, other, pure=False)

@@ -21,6 +21,7 @@ VERDICTS = {
     "right": "answers right",
     "wrong": "answers wrong",
     "lost": "lost for good, and said so",
+    "refused": "data not taken in",
     "failed": "failed otherwise",
     "hung": "hung",
 }

@@ -17,10 +17,14 @@ from distributed import LocalCluster, Worker
 
 from gpuspill.bench.chaos.faults import running
 
-__all__ = ["describe", "examine"]
+__all__ = ["HELD", "describe", "examine"]
 
 _STACKS = 1.0
 """Seconds for the workers to write their stacks."""
+
+
+HELD = frozenset({"keys", "values", "host_nbytes", "disk_nbytes", "some keys"})
+"""What there is of keys that a worker has: of those that :func:`examine` names."""
 
 
 def examine(dask_worker: Worker) -> tuple[int, dict[str, object]]:
