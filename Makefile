@@ -5,6 +5,7 @@
 #   make test         the whole test suite        (ARGS="-k name" is passed on to pytest)
 #   make test-quick   the unit layers only: no clusters, nothing marked slow
 #   make test-numba   the tests with Numba's CUDA simulator, which takes 210 MB more
+#   make test-cuda    the real libraries for CUDA on a stand-in for the driver, in .venv-cuda, which takes 1.2 GB
 #   make lint         ruff, mypy, direction of imports
 #   make docs         the documentation, in docs/_build/html; every warning is an error
 #   make bench        the headline benchmark      (BENCH="tiny" for another one)
@@ -19,7 +20,7 @@ BENCH ?= persist-sum --arms stock,gpuspill,nospill --repeat 5
 export PYTHON VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-numba lint docs bench venv clean
+.PHONY: help demo test test-quick test-numba test-cuda lint docs bench venv clean
 
 help:
 	@sed -n 's/^#  *\(make \)/  \1/p' Makefile
@@ -43,6 +44,9 @@ test-numba: $(VENV)/.installed
 	@$(VENV)/bin/python -m pip install -qq --no-input --disable-pip-version-check --editable '.[test-numba]'
 	@ci/test.sh all tests/distributed/test_numba.py $(ARGS)
 
+test-cuda:
+	@ci/test_cuda.sh $(ARGS)
+
 lint: $(VENV)/.installed
 	@ci/lint.sh
 
@@ -57,6 +61,6 @@ bench: $(VENV)/.installed
 	@$(VENV)/bin/gpuspill bench $(BENCH) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist docs/_build bench-results dask-scratch-space
+	rm -rf $(VENV) .venv-cuda build dist docs/_build bench-results dask-scratch-space
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuspill.device.cuda import driver as cuda
+from gpuspill.device.cuda import find as cuda
 from gpuspill.device.port import Allocation, CopyPlan, Device, StreamKind
 from gpuspill.device.staging import Copier
 

@@ -87,8 +87,8 @@ Threads and locks
 -----------------
 Every method may be called from any thread. None is called with a lock of the caller held that a hook could want. The
 port holds no lock of its own across a copy, a hook, or an allocation of host memory. Enqueueing returns without
-waiting for the device, as far as the host buffer allows. Nothing runs in the background in Python: no threads,
-no callbacks on completion. Waiting for an event cannot be cancelled; give it a timeout and look again.
+waiting for the device, as far as the host buffer allows. The port has no threads, and no callbacks on completion.
+Waiting for an event cannot be cancelled; give it a timeout and look again.
 
 Errors
 ------
@@ -96,6 +96,12 @@ Errors
 is read-only or not contiguous); nothing was enqueued. :class:`OutOfMemory`: see above; nothing was allocated.
 :class:`DeviceError` and what derives from it: the contract was broken, or the device failed; the data of the copy
 concerned is not valid and the other copy stays authoritative. Reading them as a failed move is right.
+
+Letting go
+----------
+What keeps a library's memory is let go of by :meth:`Device.let_go`: the library frees the memory then, in that thread,
+which a library may want to be prepared for that, and which may have to wait for the device. So on the thread of an
+event loop it is left to another one, if somebody lends one (:meth:`Device.release_by`).
 
 Not promised
 ------------
@@ -312,6 +318,13 @@ class Device(ABC):
     def identity(self) -> str:
         """Name of the device, unique in the process: first part of the identity of its allocations."""
 
+    def device_of(self, address: int) -> str:
+        """Return the name of the device that an address belongs to: this one, where it is the only one.
+
+        For libraries whose arrays do not say. Another name if the memory is on no device.
+        """
+        return self.identity
+
     @abstractmethod
     def memory_info(self) -> MemoryInfo:
         """Return free and total memory in bytes. Cheap enough to ask for once per move."""
@@ -365,6 +378,28 @@ class Device(ABC):
         ValueError
             It is not of this device.
         """
+
+    def let_go(self, things: list[Any]) -> None:
+        """Empty a list of what keeps memory, so that it is freed if these were the last references.
+
+        Called by finalisers, in any thread and in the middle of anything. Never raises.
+        """
+        things.clear()
+
+    def release_by(self, run: Callable[[Callable[[], None]], object]) -> Callable[[], None]:
+        """Have `run` free, on a thread of its own, what is let go of on the thread of an event loop.
+
+        Parameters
+        ----------
+        run
+            Runs a function soon; may itself be called by finalisers.
+
+        Returns
+        -------
+        callable
+            Ends that.
+        """
+        return lambda: None
 
     @abstractmethod
     def stream(self, kind: StreamKind) -> Stream:

@@ -31,7 +31,7 @@ def find_device(settings: Settings) -> Device | None:
         from gpuspill import simulated  # needs NumPy, which nothing else here does
 
         return simulated.device()
-    from gpuspill.device.cuda import driver as cuda  # imports nothing of CUDA unless there is a driver
+    from gpuspill.device.cuda import find as cuda  # imports nothing of CUDA unless there is a driver
 
     try:
         return cuda.device()

@@ -446,6 +446,10 @@ class ProxifyManager:
         """Evict values until `nbytes` more bytes are free, whatever the limit; return how many are. Blocks: writes."""
         return self._evictor.make_room(nbytes)
 
+    def reap(self, work: Callable[[], None]) -> None:
+        """Run `work`, which lets go of something, on the manager's thread for that; here once that has ended."""
+        self._engine.reap(work)
+
     # -- numbers -------------------------------------------------------------------------------------
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 
@@ -67,9 +67,22 @@ class FakeDriver:
         """Name of the device."""
         return self._identity
 
+    @property
+    def description(self) -> str:
+        """For the log."""
+        return f"{self._identity}, a simulated device"
+
+    def device_of(self, address: int) -> str:
+        """Return the name of the device, on which all memory is."""
+        return self._identity
+
     def memory_info(self) -> MemoryInfo:
         """Return free and total bytes."""
         return self.device.memory_info()
+
+    def current(self) -> AbstractContextManager[None]:
+        """Prepare nothing."""
+        return nullcontext()
 
     # -- memory ------------------------------------------------------------------------------------
 

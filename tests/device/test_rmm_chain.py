@@ -3,8 +3,11 @@
 Neither needs a GPU: memory comes from a simulated device, by RMM's resource that calls back into Python.
 """
 
+import gc
 import sys
+import threading
 import types
+import weakref
 
 import pytest
 
@@ -228,15 +231,101 @@ def test_a_hook_that_makes_room_lets_a_library_have_it(device, driver):
     assert driver.device.statistics().live_bytes == 0
 
 
-def test_libraries_are_asked_for_what_they_keep_for_later(device, driver, monkeypatch):
-    """What a spilled array had goes to its library's own pool, and only from there to the device."""
+@pytest.mark.parametrize("spillable", [True, False])
+def test_what_libraries_keep_for_later_goes_before_any_value(device, driver, monkeypatch, spillable):
     pool = [driver.device.allocate(900)]
     library = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=pool.clear))
     monkeypatch.setitem(sys.modules, "cupy", library)
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace())  # half imported
-    device.on_out_of_memory(lambda nbytes, retries: retries == 0)
+    asked = []
+    device.on_out_of_memory(lambda nbytes, retries: bool(asked.append(retries)) or spillable)
     assert device.allocate(800).nbytes == 800
-    assert not pool
+    assert (pool, asked) == ([], [])
+
+
+def test_what_a_spilled_value_left_to_its_library_is_asked_for(device, driver, monkeypatch):
+    """What a spilled array had goes to its library's own pool, and only from there to the device."""
+    pool, values = [], [driver.device.allocate(900)]
+    library = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=pool.clear))
+    monkeypatch.setitem(sys.modules, "cupy", library)
+
+    def spill(nbytes, retries):
+        pool.extend(values)
+        values.clear()
+        return retries == 0
+
+    device.on_out_of_memory(spill)
+    assert device.allocate(800).nbytes == 800
+
+
+def pool_on_top(driver, mr, nbytes=2000):
+    """Stack what holds a lock while it asks below, as a user does; for the look-alike, one that says so."""
+    if hasattr(mr, "PoolMemoryResource"):
+        return mr.LimitingResourceAdaptor(driver.chain.resource(), 10_000)
+
+    class Pool(mr.UpstreamResourceAdaptor):
+        def __init__(self, upstream):
+            super().__init__(upstream)
+            self.lock = threading.Lock()
+
+        def allocate(self, nbytes, stream=None):
+            assert self.lock.acquire(blocking=False), "the thread waits for itself"
+            try:
+                return super().allocate(nbytes, stream)
+            finally:
+                self.lock.release()
+
+        def deallocate(self, ptr, nbytes, stream=None):
+            assert self.lock.acquire(blocking=False), "the thread waits for itself"
+            try:
+                super().deallocate(ptr, nbytes, stream)
+            finally:
+                self.lock.release()
+
+    return Pool(driver.chain.resource())
+
+
+def test_below_a_pool_nothing_is_spilled_and_the_callback_goes_on_top(device, driver, mr):
+    """A pool holds its lock while it asks below, and what is spilled goes back to that pool."""
+    asked, held = [], []
+
+    def hook(nbytes, retries):
+        asked.append(nbytes)
+        if not held:
+            return False
+        pool.deallocate(*held.pop())
+        return True
+
+    installation = device.on_out_of_memory(hook)
+    pool = pool_on_top(driver, mr)
+    mr.set_per_device_resource(ORDINAL, pool)
+    held += [(pool.allocate(400), 400), (pool.allocate(400), 400)]
+    assert not installation.installed
+    with pytest.raises(MemoryError):  # before the next look at the chain
+        pool.allocate(400)
+    assert asked == []
+    installation.reinstall()
+    assert installation.installed
+    resource = driver.chain.resource()
+    address = resource.allocate(400)
+    assert asked == [400]
+    resource.deallocate(address, 400)
+    for piece in held:
+        pool.deallocate(*piece)
+
+
+def test_callbacks_that_were_replaced_live_as_long_as_the_chain(driver):
+    """RMM lets go of the callback, which is Python's, before its resource, which may call it."""
+    callbacks = []
+    for _ in range(3):
+        callback = refuse([], "ours")
+        callbacks.append(weakref.ref(callback))
+        driver.chain.connect(callback)
+        driver.reinitialize()
+        del callback
+    driver.chain.disconnect()
+    gc.collect()
+    assert all(callback() is not None for callback in callbacks)
 
 
 class Cudf:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gpuspill.device.cuda import driver as cuda
+from gpuspill.device.cuda import find as cuda
 from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.port import CopyPlan
 from gpuspill.errors import ConfigError

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from gpuspill.device.cuda import driver as cuda
+from gpuspill.device.cuda import find as cuda
 from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.cuda.kvikio_files import KvikioFiles, kvikio_files
 from gpuspill.device.past_host import PastHost, Trust

@@ -10,11 +10,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from gpuspill.device.cuda.hooks import GpuHooks
 from gpuspill.device.cuda.port import Driver, DriverMemory, Handle
+from gpuspill.device.cuda.release import Release, Run
 from gpuspill.device.cuda.streams import GpuEvent, GpuPinned, GpuStream, PinnedBytes, PinnedMemory
 from gpuspill.device.hooks import Installation
 from gpuspill.device.host import HostArray, as_bytes
@@ -95,6 +98,11 @@ class GpuAllocation(Allocation):
         # In any thread, at any point: no lock. A copy in flight refers to the allocation, so there is none.
         if self.memory is not None:
             self._device.give_back(self.memory, self.serial)
+        elif self._owner is not None:
+            owner, self._owner = self._owner, None
+            things = [owner]
+            del owner
+            self._device.let_go(things)
 
     def __repr__(self) -> str:
         return f"<GpuAllocation of {self._nbytes} bytes at {self._address:#x} on {self._device.identity}>"
@@ -127,7 +135,8 @@ class GpuDevice(Device):
         self._plan = plan
         self._probing = threading.Lock()
         self._streams: dict[StreamKind, GpuStream] = {}
-        self.hooks = GpuHooks(driver)
+        self._release = Release()
+        self.hooks = GpuHooks(driver, self._release.settle)
         self._gone: deque[int] = deque()  # freed, not yet counted
         self._serials = itertools.count(1)
         self._live: dict[int, int] = {}
@@ -150,6 +159,10 @@ class GpuDevice(Device):
     def memory_info(self) -> MemoryInfo:
         """Return free and total memory in bytes, of the device: what a pool keeps is not free."""
         return self._driver.memory_info()
+
+    def device_of(self, address: int) -> str:
+        """Return the name of the device that memory is on."""
+        return self._driver.device_of(address)
 
     def allocate(self, nbytes: int) -> GpuAllocation:
         """Return new memory; see :meth:`Device.allocate`."""
@@ -212,8 +225,26 @@ class GpuDevice(Device):
 
     def give_back(self, memory: DriverMemory, serial: int) -> None:
         """Free memory of the port's own. Takes no lock."""
-        memory.free()
-        self._gone.append(serial)
+
+        def free() -> None:
+            memory.free()
+            self._gone.append(serial)
+
+        self._release.do(free)
+
+    def let_go(self, things: list[Any]) -> None:
+        """Let go of what keeps memory, where its library can free it; see :meth:`Device.let_go`."""
+        self._release.do(partial(self._let_go, things))
+
+    def _let_go(self, things: list[Any]) -> None:
+        # At the end of the process CUDA may be gone, and all memory with it.
+        with suppress(DeviceError), self._driver.current():
+            things.clear()
+        things.clear()
+
+    def release_by(self, run: Run) -> Callable[[], None]:
+        """See :meth:`Device.release_by`."""
+        return self._release.by(run)
 
     def borrow(self, identity: AllocationId, owner: object) -> Allocation:
         """Return an allocation for memory that a library allocated, or the one it was built on if that is ours."""

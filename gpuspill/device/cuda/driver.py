@@ -1,36 +1,34 @@
-"""CUDA: the driver of real GPUs, and finding out whether there is one.
+"""CUDA's driver: a real GPU below :class:`gpuspill.device.cuda.device.GpuDevice`.
 
-The only module that imports libraries for GPUs, and it does so when a device is opened: streams, events and copies by
-``cuda.bindings`` (which RMM needs anyway), memory by RMM, what is known of the whole device by NVML. None of these is
-asked for anything that makes a CUDA context before there is something to allocate or copy.
+Streams, events, copies and pinned memory by ``cuda.bindings.driver``, by documented functions only. Memory by
+RMM where the process uses it (:mod:`gpuspill.device.cuda.memory`), else by the driver itself. What is known of the
+whole device is NVML's answer where it is installed, else the driver's. Nothing here makes a context before there is
+something to allocate or copy.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-import os
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager
+from typing import Any, Final
 
-from gpuspill.device.cuda.port import FailureCallback
-from gpuspill.device.cuda.rmm_chain import RmmChain
-from gpuspill.device.port import Device, DeviceError, MemoryInfo, StreamKind
+from gpuspill.device.cuda.memory import CudaMemory, OwnMemory, RmmMemory
+from gpuspill.device.cuda.port import DriverMemory, FailureCallback
+from gpuspill.device.port import DeviceError, MemoryInfo, StreamKind
 from gpuspill.errors import ConfigError
 
-if TYPE_CHECKING:
-    from gpuspill.device.cuda.device import GpuDevice
+__all__ = ["CudaDriver", "CudaStream", "NoDevice"]
 
-__all__ = ["CudaDriver", "CudaStream", "NoDevice", "RmmMemory", "device", "missing_libraries"]
-
-#: What has to be installed: module, and what to install to have it.
-_LIBRARIES: Final = {
-    "rmm": "rmm-cu12 or rmm-cu13",
-    "cuda.bindings": "cuda-bindings",
-    "pynvml": "nvidia-ml-py",
+#: What to do about what the driver says when it is initialised.
+_ADVICE: Final = {
+    "CUDA_ERROR_SYSTEM_NOT_READY": "a service of the driver is not up: on machines with NVSwitch, the fabric manager",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "libcuda.so.1 and the kernel's module are of different versions; the machine "
+    "has to be restarted after an update of the driver",
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": "CUDA's compatibility package does not work on this GPU; install a "
+    "newer driver",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has the GPU for itself",
 }
 
 
@@ -41,34 +39,13 @@ class NoDevice(ConfigError):
 class CudaStream:
     """A stream of the driver, as the libraries take it (``__cuda_stream__``)."""
 
-    __slots__ = ("raw", "rmm")
+    __slots__ = ("raw",)
 
-    def __init__(self, raw: Any, rmm_stream: type) -> None:
+    def __init__(self, raw: Any) -> None:
         self.raw = raw
-        self.rmm = rmm_stream(self)
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, int(self.raw)
-
-
-class RmmMemory:
-    """Memory of a resource of RMM, which is kept as long as it is needed to free it."""
-
-    __slots__ = ("_driver", "_nbytes", "_resource", "address")
-
-    def __init__(self, driver: CudaDriver, resource: Any, address: int, nbytes: int) -> None:
-        self._driver = driver
-        self._resource = resource
-        self._nbytes = nbytes
-        self.address = address
-
-    def free(self) -> None:
-        """Give it back."""
-        # In a finaliser, perhaps at the end of the process, when CUDA is gone and all memory with it.
-        with suppress(DeviceError), self._driver.current():
-            # On the default stream, though it was allocated on ours: it is there, or on streams ordered with it, that
-            # arrays on it may still be in use.
-            self._resource.deallocate(self.address, self._nbytes)
 
 
 class CudaDriver:
@@ -79,301 +56,303 @@ class CudaDriver:
     ordinal
         Number of the device among those that the process sees.
 
+    Attributes
+    ----------
+    ordinal
+        As given.
+    count
+        How many devices the process sees.
+
     Raises
     ------
     NoDevice
         There is none.
     ConfigError
         It cannot be used; the message says why.
+
+    Notes
+    -----
+    Thread-safe. The device's primary context, which libraries use as well, is retained with the first call that needs
+    it, and made current in the calling thread for the length of each call.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
-        import pynvml
-        import rmm.mr
-        from cuda.bindings import driver, runtime
-        from rmm.pylibrmm.stream import Stream
+        from cuda.bindings import driver
 
-        self._runtime: Any = runtime
-        self._success = runtime.cudaError_t.cudaSuccess
-        self._nvml: Any = pynvml
-        self._rmm_stream = Stream
+        self._cuda: Any = driver
+        self._success = driver.CUresult.CUDA_SUCCESS
         self.ordinal = ordinal
-        status, count = runtime.cudaGetDeviceCount()
-        if status != self._success or not count:
-            raise NoDevice(f"CUDA finds no device ({self._describe(status)})")
-        if ordinal >= count:
-            raise NoDevice(f"CUDA finds {count} devices, and no number {ordinal}")
-        self._handle = self._find_in_nvml(driver)
-        self._chain = RmmChain(rmm.mr, ordinal)
-        if not self._has_memory():
+        self.count = self._initialise()
+        if ordinal >= self.count:
+            raise NoDevice(f"CUDA finds {self.count} devices, and no number {ordinal}")
+        self._device = self._checked(driver.cuDeviceGet(ordinal))
+        self._lock = threading.Lock()
+        self._context: Any = None
+        if self._attribute("INTEGRATED"):
             raise ConfigError(
                 f"CUDA device {ordinal} has no memory of its own (it is integrated and shares the host's), so there is "
                 "nothing to spill from it. Set gpuspill.device to none to say so"
             )
+        self._total = int(self._checked(driver.cuDeviceTotalMem(self._device)))
+        self._nvml = _Nvml.find(self._uuid())
+        self._rmm: RmmMemory | None = None
+        self._own = OwnMemory(self, driver, pools=bool(self._attribute("MEMORY_POOLS_SUPPORTED")))
+
+    def _initialise(self) -> int:
+        """Return the number of devices."""
+        driver = self._cuda
+        status, version = driver.cuDriverGetVersion()
+        needed = int(driver.CUDA_VERSION)
+        if status == self._success and version // 1000 < needed // 1000:
+            raise ConfigError(
+                f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}, and the installed "
+                f"cuda-bindings for CUDA {needed // 1000}: install a newer driver, or libraries for CUDA "
+                f"{version // 1000} (pip install 'gpuspill[cuda{version // 1000}]')"
+            )
+        (status,) = driver.cuInit(0)
+        if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+            raise NoDevice(f"CUDA finds no device ({status.name})")
+        if status != self._success:
+            name = self._name(status)
+            raise ConfigError(f"the NVIDIA driver does not start: {name}: {_ADVICE.get(name, self._text(status))}")
+        count = int(self._checked(driver.cuDeviceGetCount()))
+        if not count:
+            raise NoDevice("CUDA finds no device")
+        return count
+
+    def _attribute(self, name: str) -> int:
+        driver = self._cuda
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._checked(driver.cuDeviceGetAttribute(attribute, self._device)))
+
+    def _uuid(self) -> str:
+        driver = self._cuda
+        # Which says of an instance of a MIG device what the instance is; newer bindings have only one of the two.
+        ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
+        return str(uuid.UUID(bytes=bytes(self._checked(ask(self._device)).bytes)))
 
     @property
     def identity(self) -> str:
         """Name of the device."""
         return f"cuda:{self.ordinal}"
 
+    @property
+    def description(self) -> str:
+        """The device, whose answers are used, and what is left alone: for the log."""
+        parts = [f"{self.identity}, {self._total:,} bytes"]
+        if self._nvml is None:
+            parts.append(
+                "NVML is not used (nvidia-ml-py is not installed, or does not know the device): free memory is what "
+                "the driver says"
+            )
+        if self.count > 1:
+            parts.append(
+                f"{self.count} devices are in sight, and arrays on the others are left alone: give each worker its own "
+                "by CUDA_VISIBLE_DEVICES, as dask-cuda does"
+            )
+        return "; ".join(parts)
+
     def memory_info(self) -> MemoryInfo:
-        """Return free and total bytes, of the instance if the device is shared by MIG."""
-        try:
-            found = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
-        except self._nvml.NVMLError as error:
-            raise DeviceError(f"NVML does not tell the memory of device {self.ordinal}: {error}") from error
-        return MemoryInfo(int(found.free), int(found.total))
+        """Return free and total bytes, of the instance if the device is shared by MIG.
 
-    def _has_memory(self) -> bool:
-        runtime, nvml = self._runtime, self._nvml
-        attribute = runtime.cudaDeviceAttr.cudaDevAttrIntegrated
-        if self._checked(runtime.cudaDeviceGetAttribute(attribute, self.ordinal)):
-            return False
-        try:
-            nvml.nvmlDeviceGetMemoryInfo(self._handle)
-        except nvml.NVMLError_NotSupported:
-            return False
-        return True
+        Without NVML, and before the process has a context there, all is said to be free.
+        """
+        if self._nvml is not None:
+            return self._nvml.memory_info()
+        driver = self._cuda
+        if self._context is None and not self._checked(driver.cuDevicePrimaryCtxGetState(self._device))[1]:
+            return MemoryInfo(self._total, self._total)
+        with self.current():
+            free, total = self._checked(driver.cuMemGetInfo())
+        return MemoryInfo(int(free), int(total))
 
-    def _find_in_nvml(self, driver: Any) -> Any:
-        """Return NVML's handle. By the device's UUID, since CUDA and NVML do not number devices alike."""
-        # Which says of an instance of a MIG device what the instance is; newer bindings have only one of the two.
-        ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
-        status, cuda_device = driver.cuDeviceGet(self.ordinal)
-        if status == driver.CUresult.CUDA_SUCCESS:
-            status, found = ask(cuda_device)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise ConfigError(f"CUDA does not tell the UUID of device {self.ordinal}: {status.name}")
-        name = str(uuid.UUID(bytes=bytes(found.bytes)))
-        nvml = self._nvml
-        problem: Exception | None = None
-        try:
-            nvml.nvmlInit()
-            for kind in ("GPU", "MIG"):
-                try:
-                    return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{name}".encode())
-                except (nvml.NVMLError_NotFound, nvml.NVMLError_InvalidArgument) as error:
-                    problem = error
-        except nvml.NVMLError as error:
-            problem = error
-        raise ConfigError(f"NVML does not know device {self.ordinal}, {name}: {problem}")
+    def device_of(self, address: int) -> str:
+        """Return the name of the device that memory is on, ``"unknown"`` if it is on none."""
+        if self.count == 1:
+            return self.identity
+        driver = self._cuda
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        status, ordinal = driver.cuPointerGetAttribute(attribute, address)
+        return f"cuda:{int(ordinal)}" if status == self._success else "unknown"
 
     # -- calls of CUDA -----------------------------------------------------------------------------
 
-    def _describe(self, status: Any) -> str:
-        _, text = self._runtime.cudaGetErrorString(status)
-        return f"{status.name}: {text.decode() if isinstance(text, bytes) else text}"
+    def _name(self, status: Any) -> str:
+        # A driver newer than the bindings may return what they have no name for.
+        return str(getattr(status, "name", status))
+
+    def _text(self, status: Any) -> str:
+        _, text = self._cuda.cuGetErrorString(status)
+        return text.decode() if isinstance(text, bytes) else str(text)
 
     def _checked(self, result: tuple[Any, ...]) -> Any:
         status, *values = result
         if status != self._success:
-            raise DeviceError(f"CUDA reports on device {self.ordinal} {self._describe(status)}")
-        return values[0] if values else None
+            raise DeviceError(f"CUDA reports on device {self.ordinal} {self._name(status)}: {self._text(status)}")
+        return (values[0] if len(values) == 1 else values) if values else None
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this the current device of the calling thread for the length of the block."""
-        runtime = self._runtime
-        before = self._checked(runtime.cudaGetDevice())
-        if before == self.ordinal:
+        """Make the device's context the current one of the calling thread for the length of the block."""
+        driver = self._cuda
+        context = self._context or self._retain()
+        if int(self._checked(driver.cuCtxGetCurrent())) == int(context):
             yield
             return
-        self._checked(runtime.cudaSetDevice(self.ordinal))
+        self._checked(driver.cuCtxPushCurrent(context))
         try:
             yield
         finally:
-            self._checked(runtime.cudaSetDevice(before))
+            self._checked(driver.cuCtxPopCurrent())
+
+    def _retain(self) -> Any:
+        with self._lock:
+            if self._context is None:
+                self._context = self._checked(self._cuda.cuDevicePrimaryCtxRetain(self._device))
+        return self._context
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, stream: CudaStream) -> RmmMemory:
-        """Return memory of the resource in force, with all that others have stacked on it."""
-        with self.current():
-            resource = self._chain.resource()
-            try:
-                address = resource.allocate(nbytes, stream.rmm)
-            except RuntimeError as error:
-                raise DeviceError(f"RMM reports on device {self.ordinal}: {error}") from error
-        return RmmMemory(self, resource, int(address), nbytes)
+    def _memory(self) -> CudaMemory:
+        """Return whose memory is allocated: RMM's from the time on that the process has imported it."""
+        if self._rmm is None:
+            self._rmm = RmmMemory.find(self)
+        return self._own if self._rmm is None else self._rmm
+
+    def allocate(self, nbytes: int, stream: CudaStream) -> DriverMemory:
+        """Return memory of RMM's resource in force, or of the driver."""
+        return self._memory().allocate(nbytes, stream)
 
     def connected(self) -> bool:
-        """Whether the callback would be called by allocations through RMM."""
-        return self._chain.connected()
+        """Whether the callback would be called: by all allocations through RMM, or else by those made here."""
+        return self._memory().connected()
 
     def connect(self, callback: FailureCallback) -> None:
-        """Have the callback called by all allocations through RMM."""
-        with self.current():
-            self._chain.connect(callback)
+        """Have the callback called by allocations that do not fit."""
+        self._memory().connect(callback)
 
     def disconnect(self) -> None:
         """Call the callback no more."""
-        self._chain.disconnect()
+        self._own.disconnect()
+        if self._rmm is not None:
+            self._rmm.disconnect()
 
     # -- streams and events ------------------------------------------------------------------------
 
     def create_stream(self) -> CudaStream:
         """Return a new stream."""
-        runtime = self._runtime
+        flag = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         with self.current():
-            raw = self._checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))
-        return CudaStream(raw, self._rmm_stream)
+            return CudaStream(self._checked(self._cuda.cuStreamCreate(int(flag))))
 
     def destroy_stream(self, stream: CudaStream) -> None:
         """Give a stream back."""
         with self.current():
-            self._checked(self._runtime.cudaStreamDestroy(stream.raw))
+            self._checked(self._cuda.cuStreamDestroy(stream.raw))
 
     def record(self, stream: CudaStream | int) -> Any:
         """Return a new event; `stream` may be the address of one that a library made."""
-        runtime = self._runtime
+        driver = self._cuda
         raw = stream.raw if isinstance(stream, CudaStream) else stream
         with self.current():
             # Who waits sleeps: spinning would take a processor from the tasks.
-            flags = runtime.cudaEventDisableTiming | runtime.cudaEventBlockingSync
-            event = self._checked(runtime.cudaEventCreateWithFlags(flags))
+            flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING | driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC
+            event = self._checked(driver.cuEventCreate(int(flags)))
             try:
-                self._checked(runtime.cudaEventRecord(event, raw))
+                self._checked(driver.cuEventRecord(event, raw))
             except BaseException:
-                runtime.cudaEventDestroy(event)
+                driver.cuEventDestroy(event)
                 raise
         return event
 
     def destroy_event(self, event: Any) -> None:
         """Give an event back; a failure does no harm."""
-        self._runtime.cudaEventDestroy(event)
+        self._cuda.cuEventDestroy(event)
 
     def reached(self, event: Any) -> bool:
         """Whether all before the event is done."""
-        runtime = self._runtime
-        with self.current():
-            (status,) = runtime.cudaEventQuery(event)
-            if status == runtime.cudaError_t.cudaErrorNotReady:
-                runtime.cudaGetLastError()  # it is none, and must not be taken for one by what is called next
-                return False
-            self._checked((status,))
+        driver = self._cuda
+        (status,) = driver.cuEventQuery(event)
+        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._checked((status,))
         return True
 
     def wait(self, event: Any) -> None:
         """Wait for an event."""
-        with self.current():
-            self._checked(self._runtime.cudaEventSynchronize(event))
+        self._checked(self._cuda.cuEventSynchronize(event))
 
     def order(self, stream: CudaStream | int, event: Any) -> None:
         """Let later work of `stream` begin after the event."""
         raw = stream.raw if isinstance(stream, CudaStream) else stream
         with self.current():
-            self._checked(self._runtime.cudaStreamWaitEvent(raw, event, 0))
+            self._checked(self._cuda.cuStreamWaitEvent(raw, event, 0))
 
     def synchronize(self) -> None:
         """Wait for all streams: those of libraries, of every thread, and ours."""
         with self.current():
-            self._checked(self._runtime.cudaDeviceSynchronize())
+            self._checked(self._cuda.cuCtxSynchronize())
 
     # -- copies ------------------------------------------------------------------------------------
 
     def copy(self, kind: StreamKind, device_address: int, host_address: int, nbytes: int, stream: CudaStream) -> None:
         """Enqueue a copy."""
-        runtime = self._runtime
-        kinds = runtime.cudaMemcpyKind
-        if kind == "to_host":
-            target, source, way = host_address, device_address, kinds.cudaMemcpyDeviceToHost
-        else:
-            target, source, way = device_address, host_address, kinds.cudaMemcpyHostToDevice
+        driver = self._cuda
         with self.current():
-            self._checked(runtime.cudaMemcpyAsync(target, source, nbytes, way, stream.raw))
+            if kind == "to_host":
+                self._checked(driver.cuMemcpyDtoHAsync(host_address, device_address, nbytes, stream.raw))
+            else:
+                self._checked(driver.cuMemcpyHtoDAsync(device_address, host_address, nbytes, stream.raw))
 
     def pin(self, nbytes: int) -> int:
         """Return the address of new pinned memory, pinned for all devices of the process."""
-        runtime = self._runtime
+        driver = self._cuda
         with self.current():
-            status, address = runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocPortable)
-            if status == runtime.cudaError_t.cudaErrorMemoryAllocation:
-                runtime.cudaGetLastError()
-                raise MemoryError(f"the system does not pin {nbytes} bytes of memory")
-            self._checked((status,))
+            status, address = driver.cuMemHostAlloc(nbytes, driver.CU_MEMHOSTALLOC_PORTABLE)
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(f"the system does not pin {nbytes} bytes of memory")
+        self._checked((status,))
         return int(address)
 
     def unpin(self, address: int) -> None:
         """Give pinned memory back; a failure does no harm."""
-        self._runtime.cudaFreeHost(address)
+        self._cuda.cuMemFreeHost(address)
 
 
-# -- finding it ------------------------------------------------------------------------------------
+class _Nvml:
+    """What NVML says of a device."""
 
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
 
-def _driver_installed() -> bool:
-    """Whether the system has NVIDIA's driver. Initialises nothing."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+    @classmethod
+    def find(cls, name: str) -> _Nvml | None:
+        """Return what tells the memory of the device with a UUID; None where NVML cannot.
 
-
-def _hidden() -> bool:
-    """Whether the process is told to see no device."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible is not None and visible.split(",")[0].strip() in ("", "-1")
-
-
-def missing_libraries() -> dict[str, str]:
-    """Return the libraries that are not installed: module → what to install. Imports none of them."""
-
-    def installed(name: str) -> bool:
+        By the UUID, since CUDA and NVML do not number devices alike.
+        """
         try:
-            return importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:  # of the package it is in
-            return False
+            import pynvml as nvml
+        except ImportError:
+            return None
+        try:
+            nvml.nvmlInit()
+            for kind in ("GPU", "MIG"):
+                try:
+                    found = cls(nvml, nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{name}".encode()))
+                    found.memory_info()
+                    return found
+                except (nvml.NVMLError_NotFound, nvml.NVMLError_InvalidArgument):
+                    continue
+        except (nvml.NVMLError, DeviceError):
+            pass
+        return None
 
-    return {name: package for name, package in _LIBRARIES.items() if not installed(name)}
-
-
-class _Opened:
-    """The process's device, opened when first needed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._device: GpuDevice | None = None
-
-    def get(self) -> GpuDevice:
-        with self._lock:
-            if self._device is None:
-                self._device = _open()
-            return self._device
-
-
-def _open() -> GpuDevice:
-    if _hidden():
-        raise NoDevice("CUDA_VISIBLE_DEVICES hides all devices from this process")
-    if not _driver_installed():
-        raise NoDevice("there is no NVIDIA driver on this machine (libcuda.so.1 was not found)")
-    missing = missing_libraries()
-    if missing:
-        install = ", ".join(f"{name} (install {package})" for name, package in missing.items())
-        raise ConfigError(
-            f"this machine has a driver for NVIDIA GPUs, but no {install}, so nothing is spilled from a GPU. "
-            "Set gpuspill.device to none if nothing should be"
-        )
-    from gpuspill.device.cuda.device import GpuDevice  # needs NumPy, which RMM needs as well
-
-    try:
-        return GpuDevice(CudaDriver())
-    except ImportError as error:
-        raise ConfigError(f"a library for GPUs is installed and cannot be imported: {error}") from error
-
-
-# One a process, as there is one set of devices a process: workers that share the process share streams and staging.
-_opened: Final = _Opened()
-
-
-def device() -> Device:
-    """Return the GPU of this process: the first that it sees, which is how dask-cuda gives each worker its own.
-
-    Raises
-    ------
-    NoDevice
-        There is none, or no driver.
-    ConfigError
-        There is one that cannot be used: a library is missing (the message says which), or it has no memory of its own.
-    """
-    return _opened.get()
+    def memory_info(self) -> MemoryInfo:
+        """Return free and total bytes."""
+        try:
+            found = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        except self._nvml.NVMLError as error:
+            raise DeviceError(f"NVML does not tell the memory of the device: {error}") from error
+        return MemoryInfo(int(found.free), int(found.total))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from gpuspill.device.cuda.idle_pools import empty_pools
 from gpuspill.device.cuda.port import Driver, Fits
 from gpuspill.device.hooks import HookChain
 
@@ -32,10 +33,13 @@ class GpuHooks(HookChain):
     ----------
     driver
         The GPU's.
+    settle
+        Frees what was left for other threads to free.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, settle: Callable[[], None]) -> None:
         super().__init__()
+        self._settle = settle
         self._driver = driver
         self._here = threading.local()
 
@@ -73,6 +77,10 @@ class GpuHooks(HookChain):
         attempt = getattr(self._here, "attempt", None) or Attempt()
         attempt.asked = True
         try:
+            self._settle()
+            # What libraries only keep for later goes before any value does, and also if none can.
+            if empty_pools() and fits(nbytes):
+                return True
             for retries in range(_MAX_RETRIES):
                 if not self.ask(nbytes, retries):
                     return False

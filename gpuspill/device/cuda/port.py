@@ -12,6 +12,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 from gpuspill.device.port import MemoryInfo, StreamKind
@@ -50,8 +51,18 @@ class Driver(Protocol):
     def identity(self) -> str:
         """Name of the device: ``"cuda:0"``."""
 
+    @property
+    def description(self) -> str:
+        """The device, whose answers are used, and what is left alone: for the log."""
+
+    def device_of(self, address: int) -> str:
+        """Return the name of the device that memory is on; another name if it is on none."""
+
     def memory_info(self) -> MemoryInfo:
         """Return free and total bytes of the device."""
+
+    def current(self) -> AbstractContextManager[None]:
+        """Prepare the calling thread for libraries that free memory, for the length of the block."""
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -1,21 +1,31 @@
 """Where the out-of-memory callback hangs in RMM: an adaptor around the resource that the device has in force.
 
-It knows RMM by the module it is given and imports nothing. RMM's ``FailureCallbackResourceAdaptor`` calls back when its
-upstream has no memory, with no lock of RMM's held, and tries again as long as the answer is True. Other adaptors may be
-stacked below it and on it, callbacks of others among them: each is asked in its turn, the innermost first.
+It knows RMM by the module it is given and imports nothing. RMM's ``FailureCallbackResourceAdaptor`` calls back when
+its upstream has no memory, and tries again as long as the answer is True. Adaptors that only pass requests on may be
+stacked on it, callbacks of others among them: each is asked in its turn, the innermost first. A pool is another
+matter: it holds its lock while it asks below, and spilling gives memory back to that pool. So an adaptor below a pool
+answers no, and another one goes on top.
 """
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+from gpuspill.device.cuda.idle_pools import empty_pools
 from gpuspill.device.cuda.port import FailureCallback
 from gpuspill.device.external import CudfFirst
 
 __all__ = ["RmmChain"]
+
+#: What of RMM passes requests on with no lock held. Everything else may hold one: pools, arenas, limits, bins.
+_PASS_ON: Final = (
+    "FailureCallbackResourceAdaptor",
+    "LoggingResourceAdaptor",
+    "PrefetchResourceAdaptor",
+    "StatisticsResourceAdaptor",
+    "TrackingResourceAdaptor",
+)
 
 
 class RmmChain:
@@ -32,8 +42,8 @@ class RmmChain:
 
     Notes
     -----
-    :meth:`connect` and :meth:`disconnect` are not to be called at the same time. An adaptor that was dropped by
-    ``rmm.reinitialize()`` lives on with the memory that was allocated through it.
+    :meth:`connect` and :meth:`disconnect` are not to be called at the same time. Every adaptor that was ever made is
+    kept: RMM lets go of the callback, which is Python's, before it takes its own resource apart, which may call it.
     """
 
     def __init__(self, mr: Any, ordinal: int, cudf: CudfFirst | None = None) -> None:
@@ -41,24 +51,27 @@ class RmmChain:
         self._ordinal = ordinal
         self._cudf = CudfFirst() if cudf is None else cudf
         self._adaptor: Any = None
+        self._made: list[Any] = []
+        self._pass_on = tuple(found for name in _PASS_ON if (found := getattr(mr, name, None)) is not None)
 
     def resource(self) -> Any:
         """Return the resource in force."""
         return self._mr.get_per_device_resource(self._ordinal)
 
     def connected(self) -> bool:
-        """Whether the adaptor is in force: on top, or below what others have stacked on it since.
+        """Whether the adaptor is in force: on top, or below what passes requests on and was stacked on it since.
 
         Also False, so that somebody connects it anew, when it is in cuDF's way.
         """
         return self._in_force() and not self._cudf.pending
 
     def _in_force(self) -> bool:
-        if self._adaptor is None:
+        adaptor = self._adaptor
+        if adaptor is None:
             return False
         found = self.resource()
-        while found is not self._adaptor:
-            if not isinstance(found, self._mr.UpstreamResourceAdaptor):
+        while found is not adaptor:
+            if not isinstance(found, self._pass_on):
                 return False
             found = found.get_upstream()
         return True
@@ -75,9 +88,12 @@ class RmmChain:
         upstream = self.resource()
 
         def failed(nbytes: int) -> bool:
-            return callback(nbytes, partial(_fits, upstream))
+            # Looked at now: somebody may have put a pool on top since, whose lock this thread then holds.
+            return self._adaptor is adaptor and self._in_force() and callback(nbytes, partial(_fits, upstream))
 
-        self._adaptor = self._mr.FailureCallbackResourceAdaptor(upstream, failed)
+        adaptor = self._mr.FailureCallbackResourceAdaptor(upstream, failed)
+        self._adaptor = adaptor
+        self._made.append(adaptor)
         self._mr.set_per_device_resource(self._ordinal, self._adaptor)
 
     def disconnect(self) -> None:
@@ -94,21 +110,8 @@ def _fits(upstream: Any, nbytes: int) -> bool:
             address = upstream.allocate(nbytes)
         except MemoryError:
             if attempt == 0:
-                _empty_caches()
+                empty_pools()
         else:
             upstream.deallocate(address, nbytes)
             return True
     return False
-
-
-def _empty_caches() -> None:
-    """Have libraries that do not allocate through RMM give idle memory back: what their arrays had went to their pools.
-
-    A library that cannot do so now (half imported, no context) has nothing to give.
-    """
-    with suppress(Exception):
-        if (cupy := sys.modules.get("cupy")) is not None:
-            cupy.get_default_memory_pool().free_all_blocks()
-    with suppress(Exception):
-        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
