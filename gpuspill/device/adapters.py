@@ -50,6 +50,16 @@ def _check(memory: Allocation, layout: Layout) -> None:
         raise ValueError(f"an array on bytes {low} to {high} is not within {memory!r}")
 
 
+def _element_type(dtype: Any) -> Any:
+    """Return the name of an element type, or the type itself if the name does not tell all of it."""
+    name = dtype.str
+    try:
+        told = np.dtype(name)
+    except TypeError:
+        return dtype
+    return name if told == dtype and told.type is dtype.type and dtype.metadata is None else dtype
+
+
 def _ordinal(memory: Allocation) -> int:
     kind, _, ordinal = memory.device.identity.partition(":")
     if kind != "cuda":
@@ -66,7 +76,7 @@ class _Interface:
             "version": 3,
             "shape": layout.shape,
             "strides": layout.strides,
-            "typestr": layout.dtype,
+            "typestr": layout.dtype,  # or the type itself, which Numba takes as well
             "data": (memory.address + layout.offset, False),
             "stream": None,  # whoever rebuilds has observed the copy: there is nothing to wait for
         }
@@ -111,7 +121,11 @@ class CupyAdapter(ArrayAdapter):
         """Take an array apart."""
         memory = value.data.mem
         layout = Layout(
-            value.data.ptr - memory.ptr, tuple(value.shape), tuple(value.strides), value.dtype.str, value.itemsize
+            value.data.ptr - memory.ptr,
+            tuple(value.shape),
+            tuple(value.strides),
+            _element_type(value.dtype),
+            value.itemsize,
         )
         return self.describes(AllocationId(f"cuda:{memory.device_id}", memory.ptr, memory.size), memory, layout)
 
@@ -137,32 +151,41 @@ class NumbaAdapter(ArrayAdapter):
 
     def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
         """Take an array apart."""
-        found = interface_layout(value)
+        found = self._memory(value.gpu_data, registry)
         if found is None:
             return None
-        layout, address = found
-        owner = value.gpu_data.owner
-        identity = self._identity(owner, registry)
-        if identity is None:
-            return None
-        moved = Layout(address - identity.address, layout.shape, tuple(value.strides), layout.dtype, layout.itemsize)
-        return self.describes(identity, owner, moved)
+        identity, owner, token = found
+        layout = Layout(
+            (value.device_ctypes_pointer.value or 0) - identity.address,
+            tuple(value.shape),
+            tuple(value.strides),
+            _element_type(value.dtype),
+            value.dtype.itemsize,
+            stream=value.stream or None,
+        )
+        return self.describes(identity, owner, layout, token)
 
-    def _identity(self, owner: Any, registry: ArrayRegistry) -> AllocationId | None:
+    def _memory(self, data: Any, registry: ArrayRegistry) -> tuple[AllocationId, object, object] | None:
+        """Return what memory the data of an array is, what keeps it, and what dies with it."""
+        owner = data.owner
         if type(owner) is _Interface:
-            return owner.memory.identity
+            return owner.memory.identity, owner.memory, owner.memory
         if hasattr(owner, "device_pointer_value"):
-            return AllocationId(f"cuda:{owner.context.device.id}", owner.device_pointer_value or 0, owner.size)
+            # Numba counts those that own memory, and frees it with the last of them, whoever refers to the memory
+            # itself. The data of an array is one of them.
+            identity = AllocationId(f"cuda:{owner.context.device.id}", owner.device_pointer_value or 0, owner.size)
+            return identity, data, owner
         # It was made from another library's array, which knows its own memory.
         described = registry.describe(owner)
-        return None if described is None else described.identity
+        return None if described is None else (described.identity, described.owner, described.token)
 
     def rebuild(self, memory: Allocation, layout: Layout) -> Any:
         """Build an array."""
         _check(memory, layout)
         _ordinal(memory)
         numba_cuda: Any = sys.modules[self.library]
-        return numba_cuda.as_cuda_array(_Interface(memory, layout), sync=False)
+        array = numba_cuda.as_cuda_array(_Interface(memory, layout), sync=False)
+        return array if layout.stream is None else array.bind(layout.stream)
 
 
 class RmmAdapter(ArrayAdapter):
@@ -314,7 +337,7 @@ class NumpyAdapter(ArrayAdapter):
             _pointer(value) - address if value.size else 0,
             value.shape,
             value.strides,
-            value.dtype.str,
+            _element_type(value.dtype),
             value.dtype.itemsize,
             bool(value.flags.writeable),
         )
@@ -322,10 +345,11 @@ class NumpyAdapter(ArrayAdapter):
 
     def rebuild(self, memory: Any, layout: Layout) -> Any:
         """Build an array on a buffer."""
+        dtype = np.dtype(layout.dtype)
         if 0 in layout.shape:
-            array: Any = np.empty(layout.shape, layout.dtype)
+            array: Any = np.empty(layout.shape, dtype)
         else:
-            array = np.ndarray(layout.shape, layout.dtype, memory, layout.offset, layout.strides)
+            array = np.ndarray(layout.shape, dtype, memory, layout.offset, layout.strides)
         if not layout.writeable:
             array.flags.writeable = False
         return array

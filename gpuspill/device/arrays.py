@@ -55,6 +55,9 @@ class ArrayDescription:
         The memory it looks at. Arrays with the same identity share an allocation, while that lives.
     owner
         What keeps that memory alive: drop it, and all arrays on it, to let the memory go.
+    token
+        What lives exactly as long as that memory, whoever keeps it. An address says which memory is meant only while
+        its token lives. Default: the owner.
     recipe
         How to build the array again; None if it cannot be (see `estimated`).
     layout
@@ -69,6 +72,11 @@ class ArrayDescription:
     recipe: Recipe | None
     layout: Layout
     estimated: bool = False
+    token: Any = None
+
+    def __post_init__(self) -> None:
+        if self.token is None:
+            object.__setattr__(self, "token", self.owner)
 
 
 class ArrayAdapter(ABC):
@@ -85,11 +93,13 @@ class ArrayAdapter(ABC):
 
     @abstractmethod
     def types(self, library: ModuleType) -> tuple[type, ...]:
-        """Return the types it knows. Subclasses are not taken: they may carry more than memory and layout."""
+        """Return the types it knows. Subclasses are left alone: they may carry more than memory and layout."""
 
     @abstractmethod
     def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
-        """Take an array apart, without using its memory or copying anything; None if this one cannot be.
+        """Take an array apart, without using its memory or copying anything; None leaves this one alone.
+
+        What is described as the owner has to keep the memory: it is all that does, once the array is gone.
 
         Parameters
         ----------
@@ -118,9 +128,11 @@ class ArrayAdapter(ABC):
             The library cannot have an array there.
         """
 
-    def describes(self, identity: AllocationId, owner: object, layout: Layout) -> ArrayDescription:
+    def describes(
+        self, identity: AllocationId, owner: object, layout: Layout, token: object = None
+    ) -> ArrayDescription:
         """Return a description of one of its arrays."""
-        return ArrayDescription(identity, owner, Recipe(self.name, layout), layout)
+        return ArrayDescription(identity, owner, Recipe(self.name, layout), layout, token=token)
 
 
 class ArrayRegistry:
@@ -131,8 +143,8 @@ class ArrayRegistry:
     adapters
         Default: all there are, see :mod:`gpuspill.device.adapters`.
     pointer_device
-        Returns the identity of the device that an address belongs to, for libraries whose arrays do not say. Default:
-        ``"cuda:0"``, the only visible device of a process that was started for one.
+        Returns the identity of the device that an address belongs to, for libraries whose arrays do not say
+        (:meth:`~gpuspill.device.base.Device.device_of`). Default: ``"cuda:0"``, for a process that sees one.
 
     Notes
     -----
@@ -161,18 +173,27 @@ class ArrayRegistry:
             self._by_type[cls] = known
         return known[0]
 
+    def derives(self, cls: type) -> bool:
+        """Whether a type that is not known derives from one that is: its objects may be more than an array."""
+        return any(self.adapter(base) is not None for base in cls.__mro__[1:])
+
     def describe(self, value: object) -> ArrayDescription | None:
         """Take an array apart.
 
         Returns
         -------
         ArrayDescription or None
-            None if `value` is no array, or one that can be described by nobody. Never raises.
+            None if `value` is no array, or one that has to stay as it is: its adapter says so, or its type derives from
+            one that is known and may carry more. Never raises.
         """
-        adapter = self.adapter(type(value))
+        cls = type(value)
+        adapter = self.adapter(cls)
         try:
-            found = None if adapter is None else adapter.describe(value, self)
-            return found or self._estimate(value)
+            if adapter is not None:
+                return adapter.describe(value, self)
+            if self.derives(cls):
+                return None
+            return self._estimate(value)
         except Exception:
             # What an object does when asked for its properties is not ours; it is not an array to us then.
             return None
@@ -182,7 +203,10 @@ class ArrayRegistry:
         adapter = self.adapter(type(value))
         if adapter is not None and not adapter.on_device:
             return False
-        return self.describe(value) is not None
+        try:
+            return self.describe(value) is not None or self._estimate(value) is not None
+        except Exception:
+            return False
 
     def rebuild(self, recipe: Recipe, memory: Any) -> Any:
         """Build an array on `memory`; see :meth:`ArrayAdapter.rebuild`."""
@@ -217,7 +241,7 @@ def interface_layout(value: object) -> tuple[Layout, int] | None:
         return None
     interface: Mapping[str, Any] = value.__cuda_array_interface__  # type: ignore[attr-defined]
     typestr = str(interface["typestr"])
-    itemsize = int(typestr[2:])
+    itemsize = int(typestr[2:].partition("[")[0])  # "<M8[ns]"
     shape = tuple(int(length) for length in interface["shape"])
     strides = interface.get("strides")
     if strides is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpuspill.errors import GpuspillError
 
@@ -77,19 +78,23 @@ class Layout:
     strides
         Bytes between neighbours along each axis; any sign, 0 for a broadcast axis.
     dtype
-        Name of the element type in the array's library (``"<f8"`` for NumPy and those that follow it).
+        Element type in the array's library: its name (``"<f8"`` for NumPy and those that follow it), or the type itself
+        where no name tells it all (records, ``bfloat16``).
     itemsize
         Bytes of an element.
     writeable
         Whether the array may be written through.
+    stream
+        The stream that the library bound the array to, if any.
     """
 
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: str
+    dtype: Any
     itemsize: int
     writeable: bool = True
+    stream: Hashable = None
 
     @property
     def nbytes(self) -> int:

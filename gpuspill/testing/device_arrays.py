@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,13 @@ class ArrayTests:
         """Return views of an array of shape (6, 8), as many kinds as the library has."""
         return [array, array[1:], array[:, 2:5], array[2, 3:], array[::2], array.T, array[1:3].T]
 
+    def write(self, array: Any, index: tuple[int, int], value: float) -> None:
+        """Write an element of an array on the device."""
+        array[index] = value
+
+    def forget(self) -> None:
+        """Have the library free what it means to free later."""
+
     def test_views_share_an_identity_and_have_their_own_layouts(self, registry: ArrayRegistry, device: Device) -> None:
         views = self.views(self.asarray(np.arange(48.0).reshape(6, 8)))
         found = [registry.describe(view) for view in views]
@@ -67,6 +75,38 @@ class ArrayTests:
         low, high = description.layout.span
         assert fetch(device, borrowed)[low:high] == np.arange(48.0).tobytes()
 
+    def test_a_description_of_any_view_keeps_the_memory(self, registry: ArrayRegistry, device: Device) -> None:
+        """Until nothing else does, and whatever else the library allocates."""
+        host = np.arange(48.0).reshape(6, 8)
+        kinds = len(self.views(self.asarray(host)))
+        for kind in range(kinds):
+            description = registry.describe(self.views(self.asarray(host))[kind])
+            assert description is not None
+            self.forget()
+            others = [self.asarray(np.zeros((6, 8))) for _ in range(4)]
+            device.synchronize()
+            borrowed = device.borrow(description.identity, description.owner)
+            low, high = description.layout.span
+            assert fetch(device, borrowed)[low:high] == host.tobytes()[low:high]
+            del others, borrowed, description
+
+    def test_the_token_of_memory_lives_as_long_as_it(self, registry: ArrayRegistry, device: Device) -> None:
+        array = self.asarray(np.arange(48.0).reshape(6, 8))
+        views = self.views(array)
+        tokens = [getattr(registry.describe(view), "token", None) for view in views]
+        token = tokens[0]
+        assert all(other is token for other in tokens)
+        try:
+            alive = weakref.ref(token)
+        except TypeError:
+            return  # then nobody looks at it either
+        del token, tokens, array
+        self.forget()
+        assert alive() is not None
+        del views
+        self.forget()
+        assert alive() is None
+
     def test_views_are_spilled_and_restored_together(self, registry: ArrayRegistry, device: Device) -> None:
         """The whole way down and up: one copy each way, and the restored views share their memory again."""
         views = self.views(self.asarray(np.arange(48.0).reshape(6, 8)))
@@ -91,7 +131,7 @@ class ArrayTests:
             np.testing.assert_array_equal(self.asnumpy(array), values)
         identities = {d.identity for d in map(registry.describe, arrays) if d is not None}
         assert identities == {restored.identity}
-        arrays[0][2, 3] = -1.0
+        self.write(arrays[0], (2, 3), -1.0)
         assert self.asnumpy(arrays[3])[0] == -1.0  # [2, 3:] of the same memory
 
     def test_a_rebuilt_array_keeps_the_memory(self, registry: ArrayRegistry, device: Device) -> None:

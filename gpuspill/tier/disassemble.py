@@ -124,7 +124,7 @@ class Disassembler:
         finder, book, externals = self._finder, self._book, external_types()
 
         def note(described: ArrayDescription) -> None:
-            if not book.knows(described.identity):
+            if not book.knows(described.identity, described.token):
                 found[described.identity] = described.identity.nbytes
 
         def look(item: Any) -> Any:

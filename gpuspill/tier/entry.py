@@ -48,7 +48,7 @@ class Entry:
         found
             Its description.
         """
-        unit = self._book.join(found.identity)
+        unit = self._book.join(found.identity, found.token)
         if unit is not None:
             self._note(unit, array, found)
             return unit
@@ -57,7 +57,7 @@ class Entry:
         except (ValueError, TypeError):
             return None
         new = self._book.create(found.identity.nbytes, estimated=found.estimated)
-        memory = DeviceMemory(new, allocation, found.owner)
+        memory = DeviceMemory(new, allocation, found.owner, found.token)
         self._note(new, array, found)  # in use: it stays here until the walk is over
         self._book.watch(memory)
         # Before it can be found by others. No lock is held, so another thread may do the same.

@@ -52,7 +52,8 @@ class Finder:
         """
         adapter = self._registry.adapter(type(item))
         if adapter is None and self._families is not None and self._families.takes_apart(type(item)):
-            return Kind.COMPOSITE
+            # A family finds a type by what it derives from, and puts that together again.
+            return None if self._registry.derives(type(item)) else Kind.COMPOSITE
         return self._describe(item, adapter)
 
     def _describe(self, item: Any, adapter: ArrayAdapter | None) -> ArrayDescription | None:

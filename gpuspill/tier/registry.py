@@ -1,7 +1,8 @@
 """Which memory belongs to which unit, and what lingers.
 
-An allocation is known by (device, address, size) for as long as something keeps it alive; addresses are used again, so
-what is known of one that died is worth nothing, and each entry has a weak reference by which that shows.
+An allocation is known by (device, address, size) and by a token that lives exactly as long as the memory. Addresses
+are used again, so what is known of memory that died is worth nothing: each entry refers weakly to its token, and
+memory with another token is the same only as long as the entry's own is certain to be kept.
 
 Memory *lingers* when its unit has left the device, or is gone altogether, while somebody still has a view on it: its
 bytes are where they were. They count against the limit, and if the unit is wanted again it is put on them without
@@ -82,6 +83,7 @@ class Book:
         # What is reported for an object to which only its DeviceObject refers; it differs between releases of Python.
         alone = DeviceObject(Unit(0, 0), object(), AllocationId("", 0, 0))
         self._unheld = getrefcount(alone.value)
+        self._unkept: int | None = None
 
     # -- units -------------------------------------------------------------------------------------
 
@@ -109,16 +111,29 @@ class Book:
             self.skeletons += 1
         return Skeleton(tree, units, self.dead)
 
-    def knows(self, identity: AllocationId) -> bool:
+    def knows(self, identity: AllocationId, token: object) -> bool:
         """Whether :meth:`join` would find a unit."""
         with self._lock:
             entry = self._known.get(identity)
-            return entry is not None and entry.watch() is not None and entry.unit.references > 0
+            if entry is None or not entry.unit.references:
+                return False
+            found = entry.watch()
+            if found is None:
+                return False
+            # An address is used again when its memory is gone. It is not gone if the token says so, if it is the port's
+            # own, or while the manager keeps it.
+            return found is token or isinstance(found, Allocation) or entry.memory() is not None
 
-    def join(self, identity: AllocationId) -> Unit | None:
-        """Return the unit of an allocation that is alive, with one reference more; None if there is none."""
+    def join(self, identity: AllocationId, token: object) -> Unit | None:
+        """Return the unit of an allocation that is alive, with one reference more; None if there is none.
+
+        Parameters
+        ----------
+        identity, token
+            As in a description of an array on it.
+        """
         with self._lock:
-            if not self.knows(identity):
+            if not self.knows(identity, token):
                 return None
             entry = self._known[identity]
             entry.unit.references += 1
@@ -143,7 +158,7 @@ class Book:
         watch = memory.watch or self.watch(memory)
         with self._lock:
             if unless_known:
-                known = self.join(memory.identity)
+                known = self.join(memory.identity, memory.token)
                 if known is not None:
                     return known
                 memory.unit.references += 1
@@ -155,11 +170,15 @@ class Book:
 
     def watch(self, memory: DeviceMemory) -> Watch:
         """Notice from now on when the memory is gone, or leaves while somebody has it. Before anybody can evict it."""
+        keeps = memory.token is memory.keeper
         try:
-            watch = Watch(memory.keeper, self._gone.append, memory.identity)
+            watch = Watch(memory.token, self._gone.append, memory.identity, keeps=keeps)
         except TypeError:
-            # It cannot be watched. What is known is given up when the unit leaves; that it lingers goes unnoticed.
-            watch = Watch(memory, self._gone.append, memory.identity)
+            # It cannot be watched. What is known is given up when the unit leaves, which it does not while somebody
+            # else refers to what keeps it.
+            watch = Watch(memory, self._gone.append, memory.identity, keeps=False)
+            if self._unkept is None:
+                self._unkept = self._count_references(memory)
         memory.watch = watch
         return watch
 
@@ -245,10 +264,22 @@ class Book:
     # -- custody: called under the manager's lock --------------------------------------------------
 
     def held(self, memory: DeviceMemory | DeviceObject) -> bool:
-        """Whether somebody has an array on it."""
+        """Whether somebody has an array on it, or keeps its memory where that cannot be noticed later."""
         if type(memory) is DeviceObject:
             return getrefcount(memory.value) > self._unheld
-        return memory.unit.in_use
+        assert isinstance(memory, DeviceMemory)
+        if memory.unit.in_use:
+            return True
+        if self._unkept is None or memory.watch is None or memory.watch() is not memory:
+            return False
+        return getrefcount(memory.keeper) > self._unkept
+
+    def _count_references(self, like: DeviceMemory) -> int:
+        """Return what is reported for a keeper to which only its memory refers, in the ways that `like` does."""
+        keeper = object()
+        alone = DeviceMemory(like.unit, self._device.borrow(like.identity, keeper), keeper, keeper)
+        del keeper
+        return getrefcount(alone.keeper)
 
     def leave(self, memory: DeviceMemory | DeviceObject) -> Callable[[], DeviceMemory | None] | None:
         """Note that a unit leaves the device; return what brings it back if its memory lingers."""
@@ -262,7 +293,7 @@ class Book:
 
     def _revive(self, unit: Unit, watch: Watch) -> DeviceMemory | None:
         keeper = watch()
-        if keeper is None or isinstance(keeper, DeviceMemory):
+        if keeper is None or not watch.keeps:
             return None
         allocation = keeper if isinstance(keeper, Allocation) else self._device.borrow(watch.identity, keeper)
         memory = DeviceMemory(unit, allocation, keeper)
@@ -322,5 +353,5 @@ class Book:
             return (
                 entry is not None
                 and entry.unit is memory.unit
-                and any(entry.watch() is kept for kept in (memory.keeper, memory))
+                and any(entry.watch() is known for known in (memory.token, memory))
             )

@@ -96,7 +96,7 @@ class DeviceTier:
         name: str = "0",
     ) -> None:
         self.device = device
-        registry = ArrayRegistry() if registry is None else registry
+        registry = ArrayRegistry(pointer_device=device.device_of) if registry is None else registry
         self._book = Book(device, registry)
         self._serializer = DeviceSerializer(
             device, self._book, BufferPool(0).allocate if allocate is None else allocate, families, past_host
@@ -116,6 +116,7 @@ class DeviceTier:
             restore_threads=restore_threads,
             name=f"{name}-device",
         )
+        self._end_release = device.release_by(self.manager.reap)
         self.patience = 0
         self._ended: OrderedDict[Hashable, tuple[Unit, ...]] = OrderedDict()
         self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
@@ -369,6 +370,7 @@ class DeviceTier:
     def close(self) -> None:
         """Stop background work. What is on the device stays readable. Blocks; idempotent; before the host's manager."""
         self._guard.close()
+        self._end_release()
         self.manager.close()
         self._serializer.close()
 

@@ -79,19 +79,29 @@ class Unit(Internal):
 
 
 class Watch(weakref.ref[Any]):
-    """A weak reference to what keeps an allocation alive, which knows the allocation."""
+    """A weak reference to what lives as long as an allocation, which knows the allocation.
 
-    __slots__ = ("identity",)
+    Attributes
+    ----------
+    identity
+        The allocation.
+    keeps
+        Whether to refer to it keeps the allocation.
+    """
+
+    __slots__ = ("identity", "keeps")
 
     identity: AllocationId
+    keeps: bool
 
-    def __new__(cls, keeper: Any, callback: Callable[[Any], object], identity: AllocationId) -> Watch:
-        """Make one; TypeError if `keeper` cannot be weakly referenced."""
-        return super().__new__(cls, keeper, callback)
+    def __new__(cls, token: Any, callback: Callable[[Any], object], identity: AllocationId, *, keeps: bool) -> Watch:
+        """Make one; TypeError if `token` cannot be weakly referenced."""
+        return super().__new__(cls, token, callback)
 
-    def __init__(self, keeper: Any, callback: Callable[[Any], object], identity: AllocationId) -> None:
-        super().__init__(keeper, callback)  # type: ignore[call-arg]
+    def __init__(self, token: Any, callback: Callable[[Any], object], identity: AllocationId, *, keeps: bool) -> None:
+        super().__init__(token, callback)  # type: ignore[call-arg]
         self.identity = identity
+        self.keeps = keeps
 
 
 class DeviceMemory:
@@ -107,16 +117,25 @@ class DeviceMemory:
         Where they are.
     keeper
         What keeps the allocation alive.
+    token
+        What lives exactly as long as the allocation; default: the keeper.
     """
 
-    __slots__ = ("__weakref__", "allocation", "identity", "keeper", "unit", "watch")
+    __slots__ = ("__weakref__", "allocation", "identity", "keeper", "token", "unit", "watch")
 
-    def __init__(self, unit: Unit, allocation: Allocation, keeper: object) -> None:
+    def __init__(self, unit: Unit, allocation: Allocation, keeper: object, token: object = None) -> None:
         self.unit = unit
         self.allocation = allocation
         self.keeper = keeper
+        self.token = keeper if token is None else token
         self.identity = allocation.identity
         self.watch: Watch | None = None
+
+    def __del__(self) -> None:
+        # In any thread, at any point. With the last reference to what keeps it the memory is freed.
+        device, things = self.allocation.device, [self.keeper, self.token, self.allocation]
+        del self.keeper, self.token, self.allocation
+        device.let_go(things)
 
 
 class Leaf:
