@@ -3,13 +3,16 @@
 import logging
 import subprocess
 import sys
+import types
 
 import pytest
 
 from gpuspill.config import Settings
 from gpuspill.device.cuda import find as cuda
 from gpuspill.device.cuda.device import GpuDevice
+from gpuspill.device.cuda.driver import Nvml
 from gpuspill.device.cuda.port import Driver
+from gpuspill.device.port import DeviceError, MemoryInfo
 from gpuspill.distributed.devices import find_device
 from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError
@@ -147,3 +150,60 @@ def test_a_store_has_a_tier_for_it(machine, tmp_path):
     finally:
         store.close()
     assert not driver.connected()
+
+
+# -- NVML -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """NVML's Python module, as far as it is used, on which nothing is known yet."""
+    module = types.ModuleType("pynvml")
+    module.NVMLError = type("NVMLError", (Exception,), {})
+    for name in ("NotFound", "InvalidArgument", "NotSupported", "LibraryNotFound"):
+        setattr(module, f"NVMLError_{name}", type(name, (module.NVMLError,), {}))
+    module.known, module.asked = {}, []
+    module.nvmlInit = lambda: None
+
+    def handle(name):
+        module.asked.append(name.decode())
+        if name.decode() not in module.known:
+            raise module.NVMLError_NotFound
+        return name.decode()
+
+    def memory(found):
+        if isinstance(module.known[found], Exception):
+            raise module.known[found]
+        return module.known[found]
+
+    module.nvmlDeviceGetHandleByUUID, module.nvmlDeviceGetMemoryInfo = handle, memory
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return module
+
+
+UUID = "00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+
+@pytest.mark.parametrize("kind", ["GPU", "MIG"])
+def test_an_instance_of_a_shared_device_is_found_by_its_uuid(nvml, kind):
+    nvml.known[f"{kind}-{UUID}"] = types.SimpleNamespace(free=3, total=4, used=1)
+    assert Nvml.find(UUID).memory_info() == MemoryInfo(3, 4)
+    assert nvml.asked == [f"GPU-{UUID}", f"MIG-{UUID}"][: 1 + (kind == "MIG")]
+
+
+def test_where_nvml_cannot_tell_the_driver_is_asked(nvml, monkeypatch):
+    assert Nvml.find(UUID) is None
+    nvml.known[f"GPU-{UUID}"] = nvml.NVMLError_NotSupported()
+    assert Nvml.find(UUID) is None
+    nvml.nvmlInit = fail(nvml.NVMLError_LibraryNotFound())
+    assert Nvml.find(UUID) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Nvml.find(UUID) is None
+
+
+def test_an_error_of_nvml_is_one_of_the_device(nvml):
+    nvml.known[f"GPU-{UUID}"] = types.SimpleNamespace(free=3, total=4, used=1)
+    found = Nvml.find(UUID)
+    nvml.known[f"GPU-{UUID}"] = nvml.NVMLError("lost")
+    with pytest.raises(DeviceError, match="lost"):
+        found.memory_info()

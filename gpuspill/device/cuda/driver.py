@@ -19,7 +19,7 @@ from gpuspill.device.cuda.port import DriverMemory, FailureCallback
 from gpuspill.device.port import DeviceError, MemoryInfo, StreamKind
 from gpuspill.errors import ConfigError
 
-__all__ = ["CudaDriver", "CudaStream", "NoDevice"]
+__all__ = ["CudaDriver", "CudaStream", "NoDevice", "Nvml"]
 
 #: What to do about what the driver says when it is initialised.
 _ADVICE: Final = {
@@ -94,7 +94,7 @@ class CudaDriver:
                 "nothing to spill from it. Set gpuspill.device to none to say so"
             )
         self._total = int(self._checked(driver.cuDeviceTotalMem(self._device)))
-        self._nvml = _Nvml.find(self._uuid())
+        self._nvml = Nvml.find(self._uuid())
         self._rmm: RmmMemory | None = None
         self._own = OwnMemory(self, driver, pools=bool(self._attribute("MEMORY_POOLS_SUPPORTED")))
 
@@ -319,15 +319,23 @@ class CudaDriver:
         self._cuda.cuMemFreeHost(address)
 
 
-class _Nvml:
-    """What NVML says of a device."""
+class Nvml:
+    """What NVML says of a device.
+
+    Parameters
+    ----------
+    nvml
+        The module ``pynvml``.
+    handle
+        NVML's, of the device.
+    """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
         self._handle = handle
 
     @classmethod
-    def find(cls, name: str) -> _Nvml | None:
+    def find(cls, name: str) -> Nvml | None:
         """Return what tells the memory of the device with a UUID; None where NVML cannot.
 
         By the UUID, since CUDA and NVML do not number devices alike.
