@@ -9,9 +9,10 @@ import pytest
 from gpuspill.core.budget import Kind
 from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import UNKNOWN_NBYTES
+from gpuspill.device.shared_memory import shared_memory
 from gpuspill.errors import DataLostError, StorageError
 from gpuspill.manager.serialization import PickleSerializer
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import Bench, bench
 from tests.things import SHARED, VALUES, Thing, Unpicklable, assert_same, fresh, squeeze, the_values
 
 
@@ -493,3 +494,51 @@ def test_a_serialiser_may_add_empty_frames():
     kit.spill("a")
     assert kit.manager.get("a") == [1, 2]
     kit.close()
+
+
+def test_small_values_go_last_and_are_waited_for_only_if_they_are_enough():
+    """One writes 20,000 records for less than 500 kB, which takes seconds, while 40 MB are asked for."""
+    with bench(100_000_000) as kit:
+        manager = kit.manager
+        for n in range(500):
+            manager.store(("small", n), float(n), 24)
+        for n in range(9):
+            manager.store(("large", n), Thing(n), 10_000_000)
+        with manager.admit(None, (), 40_000_000) as admission:
+            kit.engine.spill_all()
+            assert admission.granted
+            assert not admission.overrun
+            assert [key[0] for key in manager.keys_in(Tier.DISK)] == ["large"] * 4
+        in_use = [key for key in manager if key[0] == "large"]
+        with manager.pin(in_use), manager.admit(None, (), 60_000_000) as admission:
+            assert admission.overrun, "all 500 would not be enough"
+            assert manager.statistics().spills == 4
+        with manager.pin(in_use), manager.admit(None, (), 50_000_000 - 100 * 24) as admission:
+            assert not admission.granted, "400 of them are enough"
+            kit.engine.spill_all()
+            assert admission.granted
+            assert not admission.overrun
+            assert len(manager.keys_in(Tier.DISK)) == 4 + 400
+        manager.validate()
+
+
+def test_where_the_limit_is_low_no_value_is_small(kit):
+    """As in distributed's own tests, with a limit of one byte: nobody would spill anything there."""
+    kit.manager.store("small", Thing(0), 24)
+    kit.manager.store("large", Thing(1), 10_000_000)
+    kit.manager.set_limit(10_000_010, None)
+    kit.engine.spill_all()
+    assert kit.manager.keys_in(Tier.DISK) == ["small"]
+    kit.manager.set_limit(1, None)
+    kit.engine.spill_all()
+    assert kit.manager.keys_in(Tier.DISK) == ["small", "large"]
+
+
+def test_a_small_view_of_a_large_array_is_not_small():
+    with bench(100_000_000, shared=lambda value: shared_memory(value, 100)) as kit:
+        kit.manager.store("small", Thing(0), 24)
+        kit.manager.store("view", np.ones(12_000_000)[:100], 96_000_000)
+        kit.manager.store("more", Thing(1), 10_000_000)
+        kit.engine.spill_all()
+        kit.engine.reap_all()
+        assert kit.manager.keys_in(Tier.DISK) == ["view"]

@@ -32,8 +32,8 @@ class Charges:
         Number of values that are on disk only and not on their way back; the bytes that they would take in memory.
     away
         Number of values that are not in memory: spilled, on their way back, or lost.
-    spilling
-        Number of spills in flight.
+    spilling, spilling_small
+        Number of spills in flight, and of those that are of small values.
     """
 
     def __init__(self, memory: Budget) -> None:
@@ -44,6 +44,7 @@ class Charges:
         self.spilled_nbytes = 0
         self.away = 0
         self.spilling = 0
+        self.spilling_small = 0
 
     def enter(self, entry: Entry) -> None:
         """A new value is in memory."""
@@ -89,12 +90,14 @@ class Charges:
         entry.leaving = nbytes
         self.memory.leaving += nbytes
         self.spilling += 1
+        self.spilling_small += entry.small
 
     def end_spill(self, entry: Entry) -> None:
         """It came to its end, whichever."""
         self.memory.leaving -= entry.leaving
         entry.leaving = 0
         self.spilling -= 1
+        self.spilling_small -= entry.small
 
     def begin_restore(self, entry: Entry) -> None:
         """It is on its way back."""
@@ -156,6 +159,7 @@ class Charges:
             leaving += entry.leaving
         assert leaving == self.memory.leaving, (leaving, self.memory.leaving)
         assert spilling == self.spilling
+        assert 0 <= self.spilling_small <= spilling
         assert pinned == self.pinned_nbytes, (pinned, self.pinned_nbytes)
         assert unspillable == self.unspillable
         assert (spilled, spilled_nbytes) == (self.spilled, self.spilled_nbytes)

@@ -84,7 +84,7 @@ class Room:
         """
         memory = self._memory
         while memory.limit is not None and memory.committed + memory.demand - memory.leaving + nbytes > memory.limit:
-            victim = self._candidates.next()
+            victim = self._candidates.next(small=False)
             if victim is None:
                 return False
             use = self._candidates.queue.next_use(victim.pid)
@@ -148,16 +148,24 @@ class Room:
         while (first := memory.first()) is not None:
             if memory.fits(first.nbytes):
                 memory.grant(first)
-            elif self._can_free():
+            elif self._can_free(memory.missing(first.nbytes)):
                 return
             else:
                 memory.grant(first, overrun=True)
                 self._counters.overruns += 1
             self._effects.granted.append(first)
 
-    def _can_free(self) -> bool:
-        return self._charges.spilling > 0 or len(self._candidates.queue) > 0 or self._lifetimes.loose > 0
+    def _can_free(self, nbytes: int) -> bool:
+        """Whether something may still make room for so many bytes that do not fit. Small values have to be enough."""
+        charges, leaving = self._charges, self._memory.leaving
+        return (
+            charges.spilling > charges.spilling_small
+            or self._lifetimes.loose > 0
+            or self._candidates.can_free(max(1, nbytes - leaving))
+        )
 
     def validate(self) -> None:
         """Raise AssertionError if somebody waits although nothing can make room."""
-        assert self._memory.first() is None or self._can_free(), "a reservation waits although nothing can make room"
+        first = self._memory.first()
+        waits = first is not None and not self._can_free(self._memory.missing(first.nbytes))
+        assert not waits, "a reservation waits although nothing can make room"

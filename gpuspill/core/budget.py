@@ -98,6 +98,10 @@ class Budget:
         """Whether `nbytes` more stay within the limit now."""
         return self.limit is None or self.committed + nbytes <= self.limit
 
+    def missing(self, nbytes: int) -> int:
+        """By how many bytes `nbytes` more would exceed the limit, which there is."""
+        return 0 if self.limit is None else self.committed + nbytes - self.limit
+
     def excess(self) -> int:
         """Bytes that still have to be chosen for eviction; zero or less when nothing has to be done."""
         # Written out: this is asked in every event.

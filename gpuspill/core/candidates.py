@@ -32,6 +32,8 @@ class Candidates:
         The values.
     held
         ``held(pid)`` tells whether somebody outside holds on to a value in memory. Must be fast and must not call back.
+    small_below
+        ``small_below(limit)`` tells below how many bytes a value is small.
 
     Attributes
     ----------
@@ -47,7 +49,11 @@ class Candidates:
     Not thread-safe. O(log n) or better, amortised, but for :meth:`validate`.
     """
 
-    def __init__(self, ledger: Ledger, held: Callable[[int], bool]) -> None:
+    def __init__(
+        self, ledger: Ledger, held: Callable[[int], bool], small_below: Callable[[int | None], int] = lambda _: 0
+    ) -> None:
+        self._small_below = small_below
+        self._small = 0
         self.queue = EvictionQueue(ledger.entries)
         self.uses = NextUse()
         self.relieved = 0
@@ -91,11 +97,21 @@ class Candidates:
         if entry.refused:
             self._blocked[pid] = None
             return
+        # What goes with a value that keeps others alive is more than what it is charged itself.
+        small = entry.nbytes < self._small and not entry.parts
         order = self._next_use(entry) if self.uses.users else None
         if order is not None:
             entry.had_use = True
         spent = entry.had_use and len(entry.keys) <= FEW_KEYS
-        self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK), first=first)
+        self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK), first=first, small=small)
+
+    def limited(self, limit: int | None) -> None:
+        """The limit of memory is another one. O(n) if with it what counts as small has changed."""
+        small = self._small_below(limit)
+        if small != self._small:
+            self._small = small
+            for pid in list(self.queue):
+                self.classify(self._entries[pid])
 
     def unlist(self, pid: int) -> None:
         """It is no candidate any more."""
@@ -139,9 +155,13 @@ class Candidates:
 
     # -- choosing ------------------------------------------------------------------------------------
 
-    def next(self) -> Entry | None:
+    def can_free(self, nbytes: int) -> bool:
+        """Whether trying may free so many bytes: whatever is not small may turn out to be larger than believed."""
+        return self.queue.large > 0 or self.queue.small_nbytes >= nbytes
+
+    def next(self, *, small: bool = True) -> Entry | None:
         """Return the next victim, without taking it out. Those before it that somebody holds are set aside."""
-        while (pid := self.queue.peek()) is not None:
+        while (pid := self.queue.peek(small=small)) is not None:
             if not self._set_aside_if_held(pid):
                 return self._entries[pid]
         return None
@@ -205,7 +225,9 @@ class Candidates:
             assert sum(listed) == int(entry.evictable), (entry, listed)
             assert pid not in self.queue or not entry.refused, entry
             assert not entry.refused or not entry.has(Tier.DISK), entry
-            if pid in self.queue and entry.keys:
+            if pid in self.queue:
+                assert entry.small == (entry.nbytes < self._small and not entry.parts), entry
+            if pid in self.queue and entry.keys and not entry.small:
                 assert self.queue.next_use(pid) == self._next_use(entry), entry
         for listing in (self._held, self._blocked):
             assert listing.keys() <= self._entries.keys()

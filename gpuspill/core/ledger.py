@@ -86,7 +86,7 @@ class Entry(Residency):
         It cannot be serialised and stays in memory for good.
     had_use
         A use of it was expected at some time (see the policy's first rule).
-    turns
+    turns, small
         The eviction queue's.
     rare
         What is not as it is for most values, by name; see :class:`Rare`.
@@ -120,6 +120,7 @@ class Entry(Residency):
     unspillable: bool = False
     had_use: bool = False
     turns: int = 0
+    small: bool = False
     rare: dict[str, Any] | None = None
     # None if just `key` holds it, as for most values. Else a dictionary, because the garbage collector does not look at
     # one of names and None, as it does at a set.

@@ -6,7 +6,8 @@ Order of victims:
    equals the one used up first. The few that were used up last and have no copy are spared;
 2. values without a known use, least recently used first;
 3. those that were spared;
-4. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
+4. values with a known next use, furthest first (Bélády's rule, as far as the future is known);
+5. small ones, whatever is known of them, least recently used first.
 
 The future is what the worker's own tasks tell: every task that waits for or is ready to run names
 its inputs and has a priority. Rule 1 before rule 2 is what keeps a cyclic scan, the worst case of
@@ -15,6 +16,9 @@ turn. Copies first within rule 1: nothing tells those values apart, and dropping
 nothing, while the others have to be written; in a scan they then stay where they are, and are never
 written at all. Some are spared because word to delete what has just been used up is often on its way:
 writing it would be for nothing.
+
+A spilled small value takes a block of the disk and a few hundred bytes of memory, and a write as long as that
+of one a hundred times its size. Where the limit is so low that small values may be all there is, none counts as small.
 
 A victim that was written and stays after all, because room came otherwise, keeps its turn if its record is kept and
 nobody used it meanwhile: it goes first, without another write.
@@ -27,7 +31,18 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Protocol
 
-__all__ = ["EvictionQueue", "NextUse", "Order"]
+__all__ = ["SMALL_NBYTES", "EvictionQueue", "NextUse", "Order", "small_below"]
+
+#: A record takes no less on disk.
+SMALL_NBYTES = 4096
+#: Small values matter where so many of them would fill the memory.
+_MANY = 10_000
+
+
+def small_below(limit: int | None) -> int:
+    """Below how many bytes a value is small, where values may take `limit` bytes in memory."""
+    return SMALL_NBYTES if limit is not None and limit >= _MANY * SMALL_NBYTES else 0
+
 
 # : Position in time of a use; smaller is sooner. Compared element by element, as task priorities
 # are.
@@ -48,9 +63,11 @@ class _Furthest:
 
 
 class HasTurns(Protocol):
-    """A value, as far as it concerns :class:`Recent`, to which the attribute belongs."""
+    """A value, as far as it concerns the queue, to which `turns` and `small` belong."""
 
     turns: int
+    small: bool
+    nbytes: int
 
 
 class Recent:
@@ -82,13 +99,11 @@ class Recent:
         return entry is not None and (entry.turns > 0 or pid in self._first)
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the proxies, in no particular order."""
+        """Iterate over the proxies in their order. O(n) to begin with."""
         yield from self._first
-        seen = set()
-        for pid in self._places:
-            if pid not in seen and (entry := self._entries.get(pid)) is not None and entry.turns > 0:
-                seen.add(pid)
-                yield pid
+        entries = self._entries
+        live = (pid for pid in reversed(self._places) if (entry := entries.get(pid)) is not None and entry.turns > 0)
+        yield from reversed(dict.fromkeys(live))
 
     def add(self, pid: int, *, first: bool = False) -> None:
         """Put `pid` last, or `first`, whether it is in or not."""
@@ -113,8 +128,12 @@ class Recent:
         if entry is None:
             return False
         if entry.turns > 0:
-            entry.turns = -entry.turns
             self._count -= 1
+            if entry.turns == 1 and self._places[0] == pid:
+                self._places.popleft()
+                entry.turns = 0
+            else:
+                entry.turns = -entry.turns
             return True
         return self._first.pop(pid, self) is None
 
@@ -133,6 +152,12 @@ class Recent:
             places.popleft()
         return None
 
+    def forget(self, pid: int) -> None:
+        """Take `pid` out without leaving anything behind. O(n) if it would."""
+        self.discard(pid)
+        if self._entries[pid].turns:
+            self._tidy()
+
     def _tidy(self) -> None:
         kept: deque[int] = deque()
         for pid in reversed(self._places):
@@ -150,10 +175,9 @@ class Recent:
         places: dict[int, int] = {}
         for pid in self._places:
             places[pid] = places.get(pid, 0) + 1
-        assert {pid: abs(e.turns) for pid, e in self._entries.items() if e.turns} == {
-            pid: count for pid, count in places.items() if pid in self._entries
-        }
-        assert self._count == sum(entry.turns > 0 for entry in self._entries.values())
+        known = {pid: self._entries[pid] for pid in places if pid in self._entries}
+        assert {pid: abs(entry.turns) for pid, entry in known.items()} == {pid: places[pid] for pid in known}
+        assert self._count == sum(entry.turns > 0 for entry in known.values())
         assert not any(self._entries[pid].turns > 0 for pid in self._first)
 
 
@@ -169,6 +193,8 @@ class EvictionQueue:
     ----------
     patience
         How many are spared of those that were used up last and of which the tier below has no copy.
+    small_nbytes
+        Bytes of the small ones.
 
     Notes
     -----
@@ -180,24 +206,38 @@ class EvictionQueue:
     def __init__(self, entries: Mapping[int, HasTurns]) -> None:
         self._spent_clean: OrderedDict[int, None] = OrderedDict()
         self._spent: OrderedDict[int, None] = OrderedDict()
+        self._entries = entries
         self._recent = Recent(entries)
+        self._small = Recent(entries)
+        self.small_nbytes = 0
         self._planned: dict[int, Order] = {}
         self._heap: list[_Furthest] = []
         self._chosen: set[int] = set()
         self.patience = 0
 
     def __len__(self) -> int:
+        return self.large + len(self._small)
+
+    @property
+    def large(self) -> int:
+        """Number of those that are not small."""
         return len(self._spent_clean) + len(self._spent) + len(self._recent) + len(self._planned)
 
     def __contains__(self, pid: int) -> bool:
-        return pid in self._recent or pid in self._planned or pid in self._spent or pid in self._spent_clean
+        return pid in self._line(pid) or pid in self._planned or pid in self._spent or pid in self._spent_clean
+
+    def _line(self, pid: int) -> Recent:
+        """Return where a proxy is by recency, if it is."""
+        entry = self._entries.get(pid)
+        return self._small if entry is not None and entry.small else self._recent
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the proxies, in no particular order."""
+        """Iterate over the proxies, those of which the same is known in their order."""
         yield from self._spent_clean
         yield from self._spent
         yield from self._recent
         yield from self._planned
+        yield from self._small
 
     def add(
         self,
@@ -207,6 +247,7 @@ class EvictionQueue:
         spent: bool = False,
         clean: bool = False,
         first: bool = False,
+        small: bool = False,
     ) -> None:
         """Add a proxy, or move it to where it belongs now.
 
@@ -222,8 +263,18 @@ class EvictionQueue:
             The tier below has a copy. Say so with :meth:`dirty` when that is given up.
         first
             It goes before those to which the same applies, not after them. Makes no difference with a known use.
+        small
+            It goes last, whatever else is known of it. Its size must not change while it is in.
         """
         self.discard(pid)
+        entry = self._entries[pid]
+        if entry.small != small:
+            self._line(pid).forget(pid)
+            entry.small = small
+        if small:
+            self._small.add(pid, first=first)
+            self.small_nbytes += entry.nbytes
+            return
         if order is not None:
             self._planned[pid] = order
             heapq.heappush(self._heap, _Furthest(order, pid))
@@ -244,6 +295,13 @@ class EvictionQueue:
         self.discard(pid)
         self._chosen.add(pid)
 
+    def take_out(self, pid: int) -> bool:
+        """Take a proxy out for a moment; return whether it was in. What was noted of a victim stays."""
+        if pid not in self:
+            return False
+        self.discard(pid)
+        return True
+
     def untouched(self, pid: int) -> bool:
         """Whether `pid` was chosen and has been neither used nor added nor discarded since. Ends the noting."""
         untouched = pid in self._chosen
@@ -252,6 +310,13 @@ class EvictionQueue:
 
     def discard(self, pid: int) -> None:
         """Take a proxy out, if it is in."""
+        entry = self._entries.get(pid)
+        if entry is not None and entry.small:
+            if self._small.discard(pid):
+                self.small_nbytes -= entry.nbytes
+            else:
+                self._chosen.discard(pid)
+            return
         if self._recent.discard(pid):
             return
         if pid in self._spent_clean:
@@ -270,8 +335,9 @@ class EvictionQueue:
 
     def touch(self, pid: int) -> None:
         """Note a use of `pid`. A known next use stays what it is."""
-        if pid in self._recent:
-            self._recent.add(pid)
+        line = self._line(pid)
+        if pid in line:
+            line.add(pid)
         elif pid in self._spent_clean or pid in self._spent:
             # Somebody wanted it although no known task did: its future is unknown again.
             self.discard(pid)
@@ -279,8 +345,8 @@ class EvictionQueue:
         else:
             self._chosen.discard(pid)
 
-    def peek(self) -> int | None:
-        """Return the next victim without taking it out."""
+    def peek(self, *, small: bool = True) -> int | None:
+        """Return the next victim without taking it out; one that is `small` only if asked for."""
         spent = self._spent if len(self._spent) > self.patience else ()
         for listed in (self._spent_clean, spent):
             if listed:
@@ -295,7 +361,7 @@ class EvictionQueue:
             if self._planned.get(item.pid) == item.order:
                 return item.pid
             heapq.heappop(self._heap)
-        return None
+        return self._small.peek() if small else None
 
     def next_use(self, pid: int) -> Order | None:
         """Return the next known use of a proxy in the queue."""
@@ -304,8 +370,12 @@ class EvictionQueue:
     def validate(self, clean: Collection[int] | None = None) -> None:
         """Raise AssertionError if the indices contradict each other, or what is known of copies below."""
         self._recent.validate()
-        listed = (self._spent_clean, self._spent, self._recent, self._planned)
+        self._small.validate()
+        listed = (self._spent_clean, self._spent, list(self._recent), list(self._small), self._planned)
         assert len(set().union(*listed)) == len(self)
+        assert all(self._entries[pid].small for pid in self._small)
+        assert not any(self._entries[pid].small for pid in listed[2])
+        assert self.small_nbytes == sum(self._entries[pid].nbytes for pid in self._small), self.small_nbytes
         assert not any(pid in self for pid in self._chosen)
         in_heap = {(item.pid, item.order) for item in self._heap}
         assert set(self._planned.items()) <= in_heap

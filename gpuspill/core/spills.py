@@ -81,6 +81,8 @@ class Spills:
             self._candidates.queue.choose(entry.pid)
             entry.begin(Tier.HOST, Tier.DISK)
             self._charges.begin_spill(entry, self._lifetimes.leaving_nbytes(entry))
+            if entry.small:
+                self._room.grant_waiting()  # others may have been found held: what is left is perhaps not enough
             return entry.pid
         self._room.grant_waiting()
         return None

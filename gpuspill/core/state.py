@@ -62,6 +62,9 @@ class SpillState:
         it would free nothing. Called during decisions; must be fast and must not call back.
     keep_clean
         Keep the record of a restored value, so that evicting it again is not a write.
+    small_below
+        ``small_below(limit)`` tells below how many bytes a value is small, and so a victim only if no other can go; see
+        :func:`gpuspill.core.policy.small_below`.
     make_entry, entries
         See :class:`~gpuspill.core.ledger.Ledger`.
 
@@ -87,6 +90,7 @@ class SpillState:
         disk_limit: int | None = None,
         held: Callable[[int], bool] = _never,
         keep_clean: bool = True,
+        small_below: Callable[[int | None], int] = lambda _: 0,
         make_entry: Callable[[int, int], Entry] = Entry,
         entries: MutableMapping[int, Any] | None = None,
     ) -> None:
@@ -96,7 +100,7 @@ class SpillState:
         ledger = self.ledger = Ledger(make_entry, entries)
         read_ahead = self.read_ahead = ReadAhead()
         charges = self.charges = Charges(memory)
-        candidates = self.candidates = Candidates(ledger, held)
+        candidates = self.candidates = Candidates(ledger, held, small_below)
         records = self._records = Records(disk_limit, keep_clean, ledger, candidates, effects, counters)
         lifetimes = self._lifetimes = Lifetimes(ledger, charges, candidates, records, read_ahead, effects, counters)
         room = self._room = Room(charges, candidates, lifetimes, effects, counters)
@@ -105,6 +109,7 @@ class SpillState:
         self.disk = records.disk
         self.queue = candidates.queue
         self.uses = candidates.uses
+        candidates.limited(limit)
 
     # -- ownership ---------------------------------------------------------------------------------
 
@@ -228,8 +233,11 @@ class SpillState:
         """
         entry = self.ledger.entries[pid]
         apart_nbytes = entry.nbytes
+        listed = self.queue.take_out(pid)
         self.charges.resize(entry, nbytes)
         self._lifetimes.take_parts(entry, parts, apart_nbytes)
+        if listed:
+            self.candidates.classify(entry)
         for part in parts:
             for _ in range(entry.pins):
                 self.pin(part)
@@ -241,7 +249,10 @@ class SpillState:
         if entry.parts:
             entry.apart_nbytes = nbytes
             return
+        listed = self.queue.take_out(pid)
         self.charges.resize(entry, nbytes)
+        if listed:
+            self.candidates.classify(entry)
         self._room.balance()
 
     def hollow(self, pid: int, nbytes: int) -> None:
@@ -250,6 +261,7 @@ class SpillState:
         A record of the whole no longer counts, nor does one that is being written.
         """
         entry = self.ledger.entries[pid]
+        self.queue.take_out(pid)
         self.charges.resize(entry, nbytes)
         self.charges.keep(entry)
         self.renew(pid)
@@ -388,6 +400,7 @@ class SpillState:
         """
         self.memory.limit = limit
         self.disk.limit = disk_limit
+        self.candidates.limited(limit)
         self._records.reclaim()
         self.retry()
 

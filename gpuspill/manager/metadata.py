@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from gpuspill import forks
 from gpuspill.core.budget import Reservation
 from gpuspill.core.ledger import Entry
+from gpuspill.core.policy import small_below
 from gpuspill.core.residency import Tier
 from gpuspill.core.state import SpillState
 from gpuspill.errors import ManagerClosed
@@ -101,6 +102,8 @@ class Metadata:
             disk_limit=disk_limit,
             held=self.slots.held,
             keep_clean=keep_clean,
+            # Elsewhere there is no block that a small one would take.
+            small_below=small_below if custody is None else lambda _: 0,
             make_entry=Slot,
             entries=self.slots,
         )

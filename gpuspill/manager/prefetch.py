@@ -60,7 +60,7 @@ class Prefetcher:
         with self._metadata as state:
             if state.memory.fits(nbytes):
                 return True
-            victim = state.queue.peek()
+            victim = state.queue.peek(small=False)
             if victim is None:
                 return False
             mine, other = state.uses.next(key), state.queue.next_use(victim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass
 
 from gpuspill.core.budget import Kind, Reservation
@@ -30,6 +30,7 @@ class ModelValue:
     barred: bool = False  # and nothing happened since that would be a reason to try again
     suspect: bool = False  # somebody held it at some time since the last retry
     renewed: bool = False  # it was stored anew while it moved
+    small: bool = False  # it was when its spill began
     taken: bool = False  # it was used while it was written, and nobody has compared it since
 
     @property
@@ -66,6 +67,10 @@ class ModelPromise:
     granted: bool = False
 
 
+def _small_below(limit: int | None) -> int:
+    return 25 if limit is not None and limit >= 80 else 0
+
+
 class Model:
     """Values as a few flags, keys as a dictionary, totals summed up from scratch; judges what the state decided.
 
@@ -77,7 +82,13 @@ class Model:
 
     def __init__(self, *, limit: int | None, disk_limit: int | None = None, keep_clean: bool = True) -> None:
         self.held: set[int] = set()
-        self.state = SpillState(limit=limit, disk_limit=disk_limit, held=self.held.__contains__, keep_clean=keep_clean)
+        self.state = SpillState(
+            limit=limit,
+            disk_limit=disk_limit,
+            held=self.held.__contains__,
+            keep_clean=keep_clean,
+            small_below=_small_below,
+        )
         self.values: dict[int, ModelValue] = {}
         self.keys: dict[Hashable, int] = {}
         self.uses: dict[Hashable, dict[Hashable, Order]] = {}
@@ -146,6 +157,19 @@ class Model:
     def keys_of(self, pid: int) -> list[Hashable]:
         """Return the keys that hold a value."""
         return [key for key, holds in self.keys.items() if holds == pid]
+
+    def small(self, value: ModelValue) -> bool:
+        """Whether a value goes only if no other can."""
+        return value.nbytes < _small_below(self.limit)
+
+    def enough(self, values: Iterable[ModelValue], missing: int) -> bool:
+        """Whether evicting these may free so many bytes, beside what is leaving: small ones have to be enough."""
+        values = list(values)
+        if any(not self.small(value) for value in values):
+            return True
+        if any(value.move == "down" and not value.small for value in self.values.values()):
+            return True
+        return sum(value.nbytes for value in values) + self.leaving >= max(1 + self.leaving, missing)
 
     def where(self, wanted: Callable[[ModelValue], bool]) -> list[int]:
         """Return the proxies of some values, oldest first."""
@@ -253,16 +277,16 @@ class Model:
             self.counts["overruns"] += 1
             assert self.limit is not None
             assert committed > self.limit, "counted as an overrun, but it fits"
-            assert not self.where(lambda value: value.move == "down"), "an overrun, although a spill makes room"
-            left = self.where(lambda value: value.candidate)
-            assert not left, f"an overrun, although {left} could go"
+            left = [value for value in self.values.values() if value.candidate]
+            assert not self.enough(left, committed - self.limit), f"an overrun, although {left} could go"
         assert [r for r in order if r is not asked] == told, "told in another order than granted"
         if asked is not None and not asked.granted:
             self.counts["waits"] += 1
         if self.waiting:
             assert self.limit is not None, "waits without a limit"
-            assert self.where(lambda value: value.movable or value.move == "down"), "waits for nothing"
             need = self.promises[self._line()[0]].nbytes
+            left = [value for value in self.values.values() if value.movable]
+            assert self.enough(left, committed + need - self.limit), "waits for nothing"
             assert committed + need > self.limit, "waits, although there is room"
 
     def _judge_need(self, evicted: list[int], chosen: int | None, written: int | None, more: int, forced: bool) -> None:

@@ -14,7 +14,8 @@ pins                 a value in use is never dropped, whatever becomes of its ke
 admission            granted in order; within the limit, or else counted as an overrun when nothing can make room
 no deadlock          nobody waits although nothing can make room; driven to the end, nobody waits at all
 no more than needed  without its last victim, what was evicted would not have been enough
-order                a value with a known use is a victim only if no other could go that is needed later, or never
+order                a value with a known use is a victim only if no other could go that is needed later, or never; a
+                     small one only if no other could go, and none is waited for unless all of them are enough
 disk quota           records never take more than is allowed
 in use               what was used while it was written, and not compared since, keeps no record of it
 one bad key          what is held, blocked or unspillable never keeps another value from being spilled
@@ -206,11 +207,13 @@ class Oracle(Model):
         assert not victim.barred, f"{victim} was to be left alone until the next retry"
         assert pid not in self.held, f"{victim} is held, spilling it frees nothing"
         assert not victim.disk, f"{victim} has a record, writing it again is a waste"
-        victim.move = "down"
+        victim.move, victim.small = "down", self.small(victim)
         self._judge(chosen=pid, forced=force)
         use = self.next_use(pid)
-        if use is not None:
-            for other in self.where(lambda value: value.candidate):
+        large = self.where(lambda value: value.candidate and not self.small(value))
+        assert not (victim.small and large), f"{pid} is small, {large} are not"
+        if use is not None and not victim.small:
+            for other in large:
                 others = self.next_use(other)
                 assert others is not None, f"{pid} is used at {use}, {other} never"
                 assert others <= use, f"{pid} is used at {use}, {other} only at {others}"
@@ -316,6 +319,7 @@ class Oracle(Model):
         for other in self._judge(more=0 if begun else value.nbytes):
             use = uses[other]
             assert other in clean
+            assert not self.small(self.values[other]), f"{other} is small"
             assert use is None or use > order, f"{other}, which is used at {use}, went for one used at {order}"
         if begun and self.limit is not None:
             needed = sum(self.promises[r].nbytes for r in others if not r.granted)

@@ -20,6 +20,8 @@ orders = st.lists(st.integers(0, 3).map(float), min_size=1, max_size=3).map(tupl
 
 class Turns:
     turns = 0
+    small = False
+    nbytes = 3
 
 
 class Entries(defaultdict[int, Turns]):
@@ -41,11 +43,13 @@ class SortedList:
         self.now = 0.0
         self.patience = patience
 
-    def add(self, pid: int, order: Order | None, spent: bool, clean: bool, first: bool) -> None:
+    def add(self, pid: int, order: Order | None, spent: bool, clean: bool, first: bool, small: bool) -> None:
         self.now += 1
         self.chosen.discard(pid)
         when = (-self.now if first else self.now,)
-        if order is not None:
+        if small:
+            self.entries[pid] = "small", when
+        elif order is not None:
             self.entries[pid] = "planned", order
         elif spent:
             self.entries[pid] = "spent clean" if clean else "spent", when
@@ -69,12 +73,19 @@ class SortedList:
         self.now += 1
         self.chosen.discard(pid)
         if pid in self.entries and self.entries[pid][0] != "planned":
-            self.entries[pid] = "recent", (self.now,)
+            self.entries[pid] = "small" if self.entries[pid][0] == "small" else "recent", (self.now,)
 
     def first(self) -> set[int]:
         """Return all who may be next: those with the same furthest use are equal."""
         spared = self.patience
-        for kind, choose in ("spent clean", min), ("spent", min), ("recent", min), ("spent", min), ("planned", max):
+        for kind, choose in (
+            ("spent clean", min),
+            ("spent", min),
+            ("recent", min),
+            ("spent", min),
+            ("planned", max),
+            ("small", min),
+        ):
             order = {pid: order for pid, (of, order) in self.entries.items() if of == kind}
             if kind == "spent" and len(order) <= spared:
                 spared = 0  # those, too, the second time
@@ -86,7 +97,7 @@ class SortedList:
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, st.booleans(), st.booleans(), st.booleans()),
+        st.tuples(st.just("add"), st.integers(0, 8), st.none() | orders, *[st.booleans()] * 4),
         st.tuples(st.sampled_from(["discard", "touch", "dirty", "untouched"]), st.integers(0, 8)),
         st.sampled_from([("pop",), ("choose",)]),
     ),
@@ -101,9 +112,9 @@ def test_eviction_order_against_a_sorted_list(operations, patience):
     queue.patience = patience
     for operation, *arguments in operations:
         if operation == "add":
-            pid, order, spent, clean, first = arguments
-            queue.add(pid, order, spent=spent, clean=clean, first=first)
-            model.add(pid, order, spent, clean, first)
+            pid, order, spent, clean, first, small = arguments
+            queue.add(pid, order, spent=spent, clean=clean, first=first, small=small)
+            model.add(pid, order, spent, clean, first, small)
         elif operation == "discard":
             queue.discard(*arguments)
             model.discard(*arguments)
@@ -127,6 +138,9 @@ def test_eviction_order_against_a_sorted_list(operations, patience):
                 model.discard(pid)
         queue.validate()
         assert len(queue) == len(model.entries)
+        smalls = {pid for pid, (kind, _) in model.entries.items() if kind == "small"}
+        assert (queue.large, queue.small_nbytes) == (len(queue) - len(smalls), 3 * len(smalls))
+        assert queue.peek(small=False) == (None if smalls == model.entries.keys() else queue.peek())
         assert set(queue) == model.entries.keys()
         assert all((pid in queue) == (pid in model.entries) for pid in range(9))
         assert queue.peek() in (model.first() or {None})
