@@ -300,8 +300,7 @@ class Store(ABC):
         Returns
         -------
         header, frames
-            Each frame is one-dimensional, writable, and starts at a multiple of 64 bytes from the start of a buffer
-            from `allocate`. Frames stored as they were share one buffer, so a single one kept alive keeps all.
+            Each frame is one-dimensional, writable, and a buffer from `allocate`: one kept alive keeps no other.
 
         Raises
         ------

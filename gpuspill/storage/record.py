@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -42,6 +42,7 @@ __all__ = [
     "PayloadHash",
     "RecordEncoder",
     "StoredFrame",
+    "claimed_parts",
     "decode_record",
     "digest",
     "encoded_nbytes",
@@ -275,16 +276,39 @@ class PayloadHash:
         self._hash.update(piece)
         self.nbytes += piece.nbytes
 
-    def finish(self, payload: memoryview, rest: memoryview, *, hashed: bool) -> int:
+    def finish(self, payload: Iterable[memoryview], rest: memoryview, *, hashed: bool) -> int:
         """Return the checksum of the payload, what was not fed of it included if `hashed`, and of `rest`."""
-        if hashed:
-            self.feed(payload[self.nbytes :])
+        fed = self.nbytes
+        for part in payload if hashed else ():
+            if fed < part.nbytes:
+                self.feed(part[fed:])
+            fed = max(0, fed - part.nbytes)
         self._hash.update(rest)
         return self._hash.intdigest()
 
 
+def claimed_parts(footer: memoryview, stored_nbytes: int) -> list[int] | None:
+    """Return the bytes of each part of a payload, as far as its footer can be believed before it is verified.
+
+    Returns
+    -------
+    list of int
+        For each frame the padding before it, and the frame as stored. They add up to `stored_nbytes`. None if there is
+        one frame, or if the footer makes no sense: :func:`decode_record` says why.
+    """
+    n_frames = _TAIL.unpack_from(footer, footer.nbytes - _TAIL.size)[2] if footer.nbytes >= _TAIL.size else 0
+    if n_frames < 2 or footer.nbytes < _footer_nbytes(0, n_frames, ()):
+        return None
+    parts: list[int] = []
+    offset = 0
+    for nbytes in struct.unpack_from(f"<{n_frames}Q", footer, 8 * n_frames):
+        parts += (_gap(offset) if nbytes else 0), nbytes
+        offset += parts[-2] + nbytes
+    return parts if offset == stored_nbytes else None
+
+
 def decode_record(
-    payload: memoryview,
+    payload: Sequence[memoryview],
     footer: memoryview,
     checksum: int | None = None,
     where: str = "record",
@@ -297,7 +321,7 @@ def decode_record(
     Parameters
     ----------
     payload
-        The part of the record before the footer.
+        The part of the record before the footer: in one piece, or each frame by itself, with the padding before it.
     footer
         What :meth:`RecordEncoder.finish` returned.
     checksum
@@ -312,7 +336,7 @@ def decode_record(
     Returns
     -------
     header, frames
-        The frames are views of `payload`.
+        The frames are views of `payload`, or parts of it.
 
     Raises
     ------
@@ -340,9 +364,10 @@ def decode_record(
         raise RecordCorrupt(f"{where}: not a record of version {expected} (magic {magic!r}, version {version})")
     names_at = 17 * n_frames
     header_at = names_at + names_nbytes
-    if (stored_nbytes, header_at + header_nbytes + _TAIL.size) != (payload.nbytes, footer.nbytes):
+    payload_nbytes = sum(part.nbytes for part in payload)
+    if (stored_nbytes, header_at + header_nbytes + _TAIL.size) != (payload_nbytes, footer.nbytes):
         raise RecordCorrupt(
-            f"{where}: {payload.nbytes} + {footer.nbytes} bytes, but its lengths add up to "
+            f"{where}: {payload_nbytes} + {footer.nbytes} bytes, but its lengths add up to "
             f"{stored_nbytes} + {header_at + header_nbytes + _TAIL.size}"
         )
     lengths = struct.unpack_from(f"<{2 * n_frames}Q", footer)
@@ -351,6 +376,7 @@ def decode_record(
 
     frames: list[StoredFrame] = []
     offset = 0
+    apart = iter(payload[1::2]) if len(payload) > 1 else None
     for raw_nbytes, nbytes, number in zip(
         lengths[:n_frames], lengths[n_frames:], footer[16 * n_frames : names_at], strict=True
     ):
@@ -358,6 +384,7 @@ def decode_record(
             offset += _gap(offset)
         if offset + nbytes > stored_nbytes or number >= len(names):
             raise RecordCorrupt(f"{where}: frame {len(frames)} lies outside the record")
-        frames.append(StoredFrame(payload[offset : offset + nbytes], raw_nbytes, names[number]))
+        data = payload[0][offset : offset + nbytes] if apart is None else next(apart)
+        frames.append(StoredFrame(data, raw_nbytes, names[number]))
         offset += nbytes
     return header, frames

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage.base import Allocate, FrameStream, Receipt
@@ -22,6 +22,7 @@ from gpuspill.storage.record import (
     PayloadHash,
     RecordEncoder,
     StoredFrame,
+    claimed_parts,
     decode_record,
     digest,
     encoded_nbytes,
@@ -279,12 +280,10 @@ class RecordReader:
         RecordLost, RecordCorrupt, StorageError
             As for :meth:`gpuspill.storage.base.Store.read`.
         """
-        nbytes = self._receipt.stored_nbytes
-        payload = self._allocate(nbytes) if nbytes else memoryview(b"")
-        return self._decode(payload, *self._load(directory_fd, name, payload))
+        return self._decode(*self._load(directory_fd, name))
 
     def _decode(
-        self, payload: memoryview, footer: memoryview, seen: PayloadHash | None = None
+        self, payload: list[memoryview], footer: memoryview, seen: PayloadHash | None = None
     ) -> tuple[bytes, list[memoryview]]:
         clock, counts, receipt = self._clock, self._counts, self._receipt
         start = clock()
@@ -307,9 +306,9 @@ class RecordReader:
         start = clock()
         record = map_file(directory_fd, name, receipt.nbytes)
         counts.read_seconds += clock() - start
-        return (
-            None if record is None else self._decode(record[: receipt.stored_nbytes], record[receipt.stored_nbytes :])
-        )
+        if record is None:
+            return None
+        return self._decode([record[: receipt.stored_nbytes]], record[receipt.stored_nbytes :])
 
     def lend(self, directory_fd: int, name: str) -> tuple[bytes, list[memoryview]] | None:
         """Return header and frames as :class:`~gpuspill.storage.inplace.FileMemory`, unread; None if not possible.
@@ -323,18 +322,17 @@ class RecordReader:
         start = self._clock()
         parts = open_in_place(directory_fd, name, receipt.stored_nbytes, receipt.nbytes)
         self._counts.read_seconds += self._clock() - start
-        return None if parts is None else self._decode(*parts)
+        return None if parts is None else self._decode([parts[0]], parts[1])
 
-    def _load(self, directory_fd: int, name: str, payload: memoryview) -> tuple[memoryview, PayloadHash]:
-        """Fill `payload`; return the footer, and the hash of what was read before the last call."""
+    def _load(self, directory_fd: int, name: str) -> tuple[list[memoryview], memoryview, PayloadHash]:
+        """Return the payload as :func:`decode_record` takes it, the footer, and the hash of what was read in pieces."""
         receipt, where = self._receipt, self._where
-        footer = memoryview(bytearray(receipt.nbytes - receipt.stored_nbytes))
         seen = PayloadHash()
         start = self._clock()
         hashing = self._counts.checksum_seconds
         try:
             with open_record(directory_fd, name) as fd:
-                nbytes = self._read(fd, payload, footer, seen)
+                nbytes, payload, footer = self._read(fd, seen)
         except OSError as exc:
             if exc.errno in _GONE:
                 raise RecordLost(f"{where} is gone: {exc.strerror}") from exc
@@ -344,24 +342,55 @@ class RecordReader:
         if nbytes > receipt.nbytes:
             raise RecordCorrupt(f"{where} has more than the {receipt.nbytes:,} bytes written")
         self._counts.read_seconds += self._clock() - start - (self._counts.checksum_seconds - hashing)
-        return footer, seen
+        return payload, footer, seen
 
-    def _read(self, fd: int, payload: memoryview, footer: memoryview, seen: PayloadHash) -> int:
-        """Fill `payload` and `footer`; return the bytes there were, one more than that if the file goes on."""
-        nbytes = 0
-        # What is not hashed needs no pieces.
-        while self._receipt.hashed and payload.nbytes - nbytes > _PIECE_NBYTES:
-            piece = payload[nbytes : nbytes + _PIECE_NBYTES]
-            moved = read_all(fd, [piece], start=nbytes)
-            nbytes += moved
-            if moved < piece.nbytes:
-                return nbytes
-            start = self._clock()
-            seen.feed(piece)
-            self._counts.checksum_seconds += self._clock() - start
+    def _read(self, fd: int, seen: PayloadHash) -> tuple[int, list[memoryview], memoryview]:
+        """Return payload and footer, and the bytes there were, one more than that if the file goes on."""
+        receipt = self._receipt
+        stored = receipt.stored_nbytes
         # One byte more than the record has: that the file ends there is seen without another call.
-        rest = [payload[nbytes:], footer, memoryview(bytearray(1))]
-        return nbytes + read_all(fd, rest, self._receipt.nbytes - nbytes, start=nbytes)
+        end = memoryview(bytearray(receipt.nbytes - stored + 1))
+        footer = end[:-1]
+        if stored <= _PIECE_NBYTES or not receipt.hashed:
+            payload = self._allocate(stored) if stored else memoryview(b"")
+            nbytes = read_all(fd, [payload, end], receipt.nbytes)
+            lengths = claimed_parts(footer, stored) if receipt.hashed else None
+            return nbytes, [payload] if lengths is None else self._apart(payload, lengths, seen), footer
+        # What the frames take is needed first, so that each of them has memory of its own.
+        after = read_all(fd, [end], footer.nbytes, start=stored)
+        lengths = claimed_parts(footer, stored)
+        parts = (
+            [self._allocate(stored)]
+            if lengths is None
+            # For the padding, too; it goes when it was hashed.
+            else [self._allocate(n) if place % 2 else memoryview(bytearray(n)) for place, n in enumerate(lengths)]
+        )
+        nbytes = 0
+        for pieces in _pieces(parts):
+            wanted = sum(piece.nbytes for piece in pieces)
+            moved = read_all(fd, pieces, start=nbytes)
+            nbytes += moved
+            if moved < wanted:
+                return nbytes, parts, footer
+            start = self._clock()
+            for piece in pieces:
+                seen.feed(piece)
+            self._counts.checksum_seconds += self._clock() - start
+        return nbytes + after, parts, footer
+
+    def _apart(self, payload: memoryview, lengths: list[int], seen: PayloadHash) -> list[memoryview]:
+        """Give each frame of a small record memory of its own: who keeps one must not keep all."""
+        seen.feed(payload)
+        parts = []
+        offset = 0
+        for place, nbytes in enumerate(lengths):
+            part = payload[offset : offset + nbytes]
+            if place % 2:
+                part = self._allocate(nbytes)
+                part[:] = payload[offset : offset + nbytes]
+            parts.append(part)
+            offset += nbytes
+        return parts
 
     def _decompress(self, frame: StoredFrame, name: str) -> memoryview:
         where = self._where
@@ -379,6 +408,22 @@ class RecordReader:
         buffer = self._allocate(frame.raw_nbytes)
         buffer[:] = data
         return buffer
+
+
+def _pieces(parts: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield memory of so many bytes at a time that it is still in the processor's cache when it is hashed."""
+    pieces: list[memoryview] = []
+    left = _PIECE_NBYTES
+    for part in parts:
+        while part.nbytes:
+            piece, part = part[:left], part[left:]
+            pieces.append(piece)
+            left -= piece.nbytes
+            if not left:
+                yield pieces
+                pieces, left = [], _PIECE_NBYTES
+    if pieces:
+        yield pieces
 
 
 def _expected_nbytes(frame: memoryview | FrameStream, choice: Choice) -> int:
