@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import dask.config
@@ -21,10 +22,14 @@ from gpuspill.storage.base import Store
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.codecs import CodecChooser
 from gpuspill.storage.files import FileStore
+from gpuspill.storage.filesystems import IN_MEMORY, file_system_type
+from gpuspill.storage.patient import PatientStore
 from gpuspill.storage.wrappers import DelayedStore
 from gpuspill.tier import DeviceTier
 
 __all__ = ["build_store", "check_compression"]
+
+logger = logging.getLogger("gpuspill")
 
 #: Where records go if nothing else is said, for messages.
 LOCAL_DIRECTORY = (
@@ -62,6 +67,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
         metrics=metrics,
         sweep=False,  # takes as long as there are leftovers; attaching does it in the background
     )
+    _warn_of_memory(settings.spill_directory or directory)
     if settings.storage_delay:
         files = DelayedStore(files, settings.storage_delay)
     pool = BufferPool(settings.buffer_pool)
@@ -74,7 +80,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     records = AdoptingStore(files, metrics)
     manager = ProxifyManager(
         limit=None,
-        store=records,
+        store=PatientStore(records),
         serializer=DaskSerializer(),
         sizeof=measure,
         allocate=pool.allocate,
@@ -99,6 +105,17 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
             name=name,
         )
     return SpillStore(manager, metrics, settings=settings, pool=pool, records=records, tier=tier)
+
+
+def _warn_of_memory(directory: str) -> None:
+    kind = file_system_type(directory)
+    if kind in IN_MEMORY:
+        logger.warning(
+            "the spill directory %s is on a file system in memory (%s), so spilling frees none. Name a directory on a "
+            "disk by gpuspill.spill-directory, or for all of dask by temporary-directory",
+            directory,
+            kind,
+        )
 
 
 def check_compression(settings: Settings) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpuspill.core.ledger import Entry
 from gpuspill.core.residency import State
-from gpuspill.errors import DataLostError, ManagerClosed, StorageError, answerable, is_for_caller
+from gpuspill.errors import DataLostError, ManagerClosed, answerable, is_for_caller
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.decode import Decoder
 from gpuspill.manager.metadata import Metadata
@@ -391,12 +391,7 @@ class Restorer:
         if borrow or in_place:
             allocate = Borrow(allocate) if borrow else InPlace(allocate)
         start = clock()
-        try:
-            header, frames = self._store.read(receipt, allocate)
-        except StorageError:
-            # Nothing says that the record is bad, and a task would fail: once more, for what passes (an interrupted
-            # call, a full file table).
-            header, frames = self._store.read(receipt, allocate)
+        header, frames = self._store.read(receipt, allocate)
         seconds = clock() - start
         with self._metadata:
             totals = self._metadata.totals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 from contextlib import suppress
@@ -15,6 +16,7 @@ from distributed.utils_test import async_poll_for, gen_test, inc
 
 import gpuspill
 from gpuspill import DataLostError
+from gpuspill.errors import StorageError
 from tests.distributed.clusters import all_spilled, spill_directory, spilling
 
 pytestmark = pytest.mark.cluster
@@ -56,6 +58,61 @@ def total(*args):
 
 async def total_later(*args):
     return total(*args)
+
+
+def fail_reads(monkeypatch, number, *, times=None):
+    """Let the disk fail at reads, for ever or so many times; return what counts them."""
+    preadv = os.preadv
+    calls = []
+
+    def failing(fd, buffers, offset):
+        calls.append(fd)
+        if times is None or len(calls) <= times:
+            raise OSError(number, os.strerror(number))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    return calls
+
+
+@pytest.mark.fault("error of the disk", on="disk→host", outcome="tried again, then computed anew")
+@pytest.mark.parametrize("use", [total, total_later])
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
+async def test_what_the_disk_cannot_read_is_computed_anew(c, s, a, use, monkeypatch):
+    """On the only copy, twice: not a failed task."""
+    x = c.submit(np.ones, 1000)
+    await wait(x)
+    await all_spilled(a)
+    with monkeypatch.context() as patch:
+        fail_reads(patch, errno.EIO, times=2)
+        assert await c.submit(use, x) == 1000
+    assert [t.finish for t in s.story(x.key)].count("memory") == 2
+
+
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
+async def test_a_disk_that_cannot_be_read_any_more_is_an_error_in_the_end(c, s, a, monkeypatch):
+    """Or values could be computed, written and lost for ever."""
+    xs = c.map(np.ones, [1000] * 12, pure=False)
+    await wait(xs)
+    await all_spilled(a)
+    with monkeypatch.context() as patch:
+        fail_reads(patch, errno.EIO)
+        with suppress(StorageError):  # or they are used before they are written again
+            assert await c.submit(total, *xs) == 12_000
+    assert 0 < a.data.statistics().lost <= 8
+
+
+@pytest.mark.fault("no file descriptor left", on="disk→host", outcome="tried again, with pauses")
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+@spilling(limits=(1,), nthreads=[("127.0.0.1", 1)])
+async def test_a_full_file_table_is_waited_for(c, s, a, number, monkeypatch):
+    x = c.submit(np.ones, 1000)
+    await wait(x)
+    await all_spilled(a)
+    with monkeypatch.context() as patch:
+        fail_reads(patch, number, times=4)
+        assert await c.submit(total, x) == 1000
+    assert [t.finish for t in s.story(x.key)].count("memory") == 1
 
 
 @pytest.mark.fault("record damaged", on="disk→host", outcome="computed anew")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 
 import dask
 import distributed.protocol.compression
@@ -15,6 +16,7 @@ import gpuspill
 from gpuspill.config import Settings
 from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError, StorageError
+from gpuspill.storage.filesystems import file_system_type
 
 OURS, THEIRS = "gpuspill.compression", "distributed.worker.memory.spill-compression"
 
@@ -75,12 +77,37 @@ def test_a_directory_that_cannot_be_used_names_where_it_comes_from(tmp_path, giv
     assert message.count("File exists") == message.count("Errno") == 1
 
 
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "ext4", "nfs4", None])
+def test_a_directory_in_memory_draws_one_warning(tmp_path, monkeypatch, caplog, kind):
+    monkeypatch.setattr("gpuspill.distributed.factory.file_system_type", lambda path: kind)
+    store = build_store(Settings(spill_directory=str(tmp_path)), "/nowhere")
+    for number in range(10):
+        store[number] = np.zeros(1000)
+    store.manager.evict_all()
+    store.close()
+    messages = [record.getMessage() for record in caplog.records]
+    if kind not in ("tmpfs", "ramfs"):
+        assert messages == []
+        return
+    (message,) = messages
+    assert f"{tmp_path} is on a file system in memory ({kind})" in message
+    assert "gpuspill.spill-directory" in message
+
+
+@pytest.mark.skipif(file_system_type("/dev/shm") != "tmpfs", reason="there is no file system in memory")
+def test_a_real_file_system_in_memory(caplog):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        build_store(Settings(), directory).close()
+    assert "in memory (tmpfs)" in caplog.text
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_a_full_disk_names_the_settings_that_help(tmp_path, monkeypatch, caplog, given):
     def write(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("gpuspill.storage.recordfile.write_all", write)
+    monkeypatch.setattr("gpuspill.distributed.factory.file_system_type", lambda path: "ext4")
     store = build_store(Settings(spill_directory=str(tmp_path) if given else None), str(tmp_path))
     try:
         store.manager.set_limit(None, None, disk_limit_from="gpuspill.max-spill")

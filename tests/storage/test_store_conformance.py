@@ -9,6 +9,7 @@ from hypothesis import settings
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.codecs import Codec, CodecChooser
 from gpuspill.storage.files import FileStore
+from gpuspill.storage.patient import PatientStore
 from gpuspill.storage.wrappers import DelayedStore, FaultyStore, WrapperStore
 from gpuspill.testing.store_tests import StoreMachine, StoreTests
 from gpuspill.testing.stores import GatedStore, MemoryStore
@@ -62,8 +63,9 @@ class TestMemoryStore(StoreTests):
         GatedStore,
         lambda store: DelayedStore(store, 5.0, sleep=lambda seconds: None),
         lambda store: FaultyStore(store, lambda operation, number: None),
+        lambda store: PatientStore(store, sleep=lambda seconds: None),
     ],
-    ids=["plain", "gated", "delayed", "faulty"],
+    ids=["plain", "gated", "delayed", "faulty", "patient"],
 )
 class TestWrappers(StoreTests):
     @pytest.fixture
