@@ -16,6 +16,7 @@ from gpuspill.errors import DataLostError, ManagerClosed, RecordLost, StorageErr
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.serialization import Encoded, PickleSerializer, Serialized
 from gpuspill.storage.base import Store
+from gpuspill.storage.patient import PatientStore
 from gpuspill.testing.stores import FaultyStore, Gate, GatedStore, MemoryStore, nth
 
 NBYTES = 800
@@ -422,18 +423,22 @@ def test_a_record_that_was_given_up_meanwhile_is_not_missed(kit: Kit) -> None:
     pins.release()
 
 
-@pytest.mark.fault("error of the disk", on="send", outcome="tried again, then an error; not lost")
-@pytest.mark.parametrize("failures", [1, 2])
-def test_reading_is_tried_twice(failures: int) -> None:
-    fault = nth("read", *range(1, failures + 1), error=lambda: StorageError(errno.EAGAIN, "not now"))
-    kit = Kit(FaultyStore(MemoryStore(), fault))
+@pytest.mark.fault("error of the disk", on="send", outcome="tried again, then lost")
+@pytest.mark.fault("no file descriptor left", on="send", outcome="tried again, with pauses")
+@pytest.mark.parametrize(
+    ("number", "failures", "lost"), [(errno.EIO, 1, False), (errno.EIO, 4, True), (errno.EMFILE, 9, False)]
+)
+def test_reading_for_a_transfer_is_tried_again(number: int, failures: int, lost: bool) -> None:
+    fault = nth("read", *range(1, failures + 1), error=lambda: StorageError(number, "not now"))
+    kit = Kit(PatientStore(FaultyStore(MemoryStore(), fault), sleep=lambda seconds: None))
     kit.manager.store("x", value())
     kit.manager.evict_all()
-    if failures == 2:
-        with pytest.raises(StorageError):
+    if lost:
+        with pytest.raises(DataLostError, match="not now, twice"):
             exported(kit.manager, "x")
-    assert isinstance(exported(kit.manager, "x")["x"], Encoded)
-    assert kit.manager.statistics().lost == 0
+    else:
+        assert isinstance(exported(kit.manager, "x")["x"], Encoded)
+    assert kit.manager.statistics().lost == lost
     kit.manager.close()
 
 

@@ -657,8 +657,6 @@ class TestFailures:
         store.validate()
         assert contents(store.read(store.write(b"", [b"x"]))) == (b"", [b"x"])
 
-    @pytest.mark.fault("error of the disk", on="disk→host", outcome="tried again, then an error; not lost")
-    @pytest.mark.fault("no file descriptor left", on="disk→host", outcome="tried again, then an error; not lost")
     @pytest.mark.parametrize("name", ["open", "preadv", "close"])
     @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EINVAL])
     def test_any_call_of_a_read(self, store, monkeypatch, name, number):
