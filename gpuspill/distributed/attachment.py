@@ -352,6 +352,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
             type(worker).__qualname__,
             error,
         )
+    internals.answer_who_holds(worker, store.holds)
     internals.announce(worker)
     worker.metrics["gpuspill"] = lambda _: heartbeat(store)
     export(worker, store)

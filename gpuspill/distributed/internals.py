@@ -171,17 +171,37 @@ async def recover(worker: Any, key: Any) -> bool:
 
 
 async def _obtainable(worker: Any, key: Any) -> bool:
-    """Ask the scheduler whether another worker has `key`, or whether it knows how to compute it."""
+    """Ask whether another worker has `key`, and whether the scheduler knows how to compute it."""
     try:
         holders = await worker.scheduler.who_has(keys=[key])
-        if set(holders.get(key, ())) - {worker.address}:
-            return True
+        for address in set(holders.get(key, ())) - {worker.address}:
+            if await _holds(worker, address, key):
+                return True
         found = await worker.scheduler.get_runspec(key=key)
         # Within a process nothing is serialised: it comes in the wrapper in which it was sent.
         return (found.data if isinstance(found, ToPickle) else found) is not None
     except Exception:  # unknown to the scheduler, or no answer: giving it up is right or harmless
         logger.debug("could not ask the scheduler about %r", key, exc_info=True)
         return True
+
+
+async def _holds(worker: Any, address: str, key: Any) -> bool:
+    """Ask another worker whether it has `key` and has not found it lost.
+
+    The scheduler does not know the latter. Of two workers that find the loss at once, each would give up its copy
+    for the other. Tasks that wait for a value without a copy and without a recipe break the scheduler
+    connection to the worker.
+    """
+    try:
+        # A worker without gpuspill does not know the question, and answers None.
+        return await worker.rpc(address).gpuspill_holds(key=key) is not False
+    except OSError:
+        return False  # it is gone
+
+
+def answer_who_holds(worker: Any, holds: Callable[[Hashable], bool]) -> None:
+    """Let other workers ask this one whether it has a key that is not lost."""
+    worker.handlers["gpuspill_holds"] = holds
 
 
 def forget_lost(worker: Any, key: Any) -> None:

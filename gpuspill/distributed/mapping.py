@@ -203,6 +203,10 @@ class SpillStore(MutableMapping[Hashable, object]):
         if threading.get_ident() == self.manager.loop_thread:
             self._blocking.warn(key)
 
+    def holds(self, key: Hashable) -> bool:
+        """Whether `key` is here, and nothing has found that its value is lost. No I/O."""
+        return key in self.manager and key not in self._lost and not self.manager.is_lost(key)
+
     def is_ready(self, key: Hashable) -> bool:
         """Whether the value of `key` can be had without reading or copying anything. KeyError if unknown."""
         if not self.manager.is_resident(key):

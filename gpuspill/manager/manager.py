@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from gpuspill.core.budget import Kind
 from gpuspill.core.policy import Order
-from gpuspill.core.residency import Tier
+from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import SizeModel
 from gpuspill.device.shared_memory import SharedMemory
 from gpuspill.manager.admission import Admission
@@ -235,6 +235,10 @@ class ProxifyManager:
     def is_resident(self, key: Hashable) -> bool:
         """Whether the value of `key` is in memory and can be handed out at once. KeyError if unknown."""
         return self._restorer.ready(self._ledger.keys[key])
+
+    def is_lost(self, key: Hashable) -> bool:
+        """Whether a read has found that no copy of the value of `key` is left. KeyError if unknown."""
+        return self._ledger.keys[key].state is State.LOST
 
     def tier_of(self, key: Hashable) -> Tier:
         """Return the fastest tier in which the value of `key` is, decoded or not. KeyError if unknown."""

@@ -327,3 +327,25 @@ async def test_async_get_raises_for_lost_values(c, s, a):
     with pytest.raises(DataLostError, match="my-data"):
         await a.data.async_get(["my-data"])
     del x
+
+
+@pytest.mark.fault("record removed", on="disk→host", outcome="what nothing can compute: an error names it")
+@spilling(limits=(1,))
+async def test_both_copies_are_found_lost_at_once(c, s, a, b):
+    """Neither may be given up for the other."""
+    x = (await c.scatter({"my-data": np.ones(1000)}, broadcast=True))["my-data"]
+    await damage_all(a, b)
+    both, who_has = asyncio.Barrier(2), s.handlers["who_has"]
+
+    async def answer_both(keys=None):
+        await both.wait()
+        return who_has(keys=keys)
+
+    s.handlers["who_has"] = answer_both
+    ys = [c.submit(total, x, workers=[worker.address], pure=False) for worker in (a, b)]
+    for y in ys:
+        with pytest.raises(DataLostError, match="my-data"):
+            await y
+    assert set(s.workers) == {a.address, b.address}
+    assert {worker.address for worker in s.tasks["my-data"].who_has} == {a.address, b.address}
+    assert await c.submit(inc, 1) == 2
