@@ -3,6 +3,7 @@
 #
 #   oldest            the dask, distributed and zict that pyproject.toml names as oldest
 #   newest            the newest of them, and Numba, whose CUDA simulator some tests want
+#   kinds             libraries whose values are spilled, and nothing but the tests of that
 #   dask-cuda-oldest  the oldest dask-cuda that it names, with what belongs to it
 #   dask-cuda-newest  the newest one
 #
@@ -17,7 +18,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 venvs=${VENVS:-.venvs}
-[ $# -gt 0 ] || set -- oldest newest dask-cuda-oldest dask-cuda-newest
+[ $# -gt 0 ] || set -- oldest newest kinds dask-cuda-oldest dask-cuda-newest
 
 # Print "name==version" for the oldest release that pyproject.toml allows of each named package.
 oldest() {
@@ -36,6 +37,7 @@ run_arm() {
     case $arm in
     oldest) requirements=$(oldest dask distributed zict) || return ;;
     newest) requirements="dask distributed zict numba" ;;
+    kinds) requirements="scipy sparse awkward xarray shapely geopandas astropy pillow networkx" ;;
     dask-cuda-oldest)
         requirements=$(oldest dask-cuda) || return
         requirements="cuda-bindings==12.* $requirements ${requirements/dask-cuda/rmm-cu12} cupy-cuda12x numba-cuda nvidia-ml-py"
@@ -51,6 +53,7 @@ run_arm() {
         hooks="tests/distributed/test_hooks.py tests/dask_cuda/test_parts.py"
         tests="tests/dask_cuda tests/test_cluster.py tests/distributed/test_effective.py tests/distributed/test_attach.py"
         ;;
+    kinds) hooks=tests/distributed/test_hooks.py tests="tests/distributed/test_kinds.py tests/distributed/test_serialization.py" ;;
     *) hooks=tests/distributed/test_hooks.py tests="tests/distributed tests/test_cluster.py" ;;
     esac
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return

@@ -258,7 +258,9 @@ def asks_a_class(node: ast.AST) -> bool:
             return any(key is not None and _is_type_of(key) for key in keys)
         case ast.Set(elts=elements):
             return any(map(_is_type_of, elements))
-        case ast.Attribute(value=inner, attr="__weakrefoffset__" | "__mro__" | "__hash__") if _is_type_of(inner):
+        case ast.Attribute(attr="__mro__" | "__weakrefoffset__" | "__subclasses__"):
+            return True
+        case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id="mro")]):
             return True
         case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=name), *_]):
             return name in VALUES
@@ -288,6 +290,8 @@ def asks_a_class(node: ast.AST) -> bool:
         "hasattr(type(value), 'nbytes')",
         "weakref.WeakKeyDictionary()",
         "dataclasses.is_dataclass(cls)",
+        "cls.__mro__",
+        "base in mro",
     ],
 )
 def test_what_is_found(code: str) -> None:

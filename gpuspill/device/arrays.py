@@ -175,7 +175,7 @@ class ArrayRegistry:
 
     def derives(self, cls: type) -> bool:
         """Whether a type that is not known derives from one that is: its objects may be more than an array."""
-        return any(self.adapter(base) is not None for base in cls.__mro__[1:])
+        return any(self.adapter(base) is not None for base in attribute_of(cls, "__mro__")[1:])
 
     def describe(self, value: object) -> ArrayDescription | None:
         """Take an array apart.

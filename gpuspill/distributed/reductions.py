@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from distributed.protocol.serialize import dask_serialize, deserialize, serialize
 
@@ -19,6 +19,15 @@ from gpuspill.classes import attribute_of, is_plain
 
 __all__ = ["Reduce", "flat", "keep_flag", "reduce_registered", "reduction_of", "registration"]
 
+#: Types of which dask's own way loses something, by module and name: a view's format and flag, a hard mask, a fill
+#: value; or everything, where it returns no buffers.
+_LOSSY: Final = (
+    ("builtins", "memoryview"),
+    ("numpy.ma", "MaskedArray"),
+    ("sparse", "COO"),
+    ("scipy.sparse", "dok_matrix"),
+    ("pyarrow.fs", "FileInfo"),
+)
 #: Takes an object and returns what pickle makes it from, or NotImplemented: then pickle asks the object.
 Reduce = Callable[[Any], Any]
 
@@ -29,13 +38,18 @@ def registration(cls: type) -> Literal["exact", "inherited"] | None:
     What is registered for a base makes an object of the base. So it does of subclasses of ``numpy.ndarray`` or of
     ``bytes``, which come back as something else. Public names of dask only: its dispatch notes subclasses as its own.
     """
-    if not is_plain(cls):
+    if not is_plain(cls) or _is_lossy(cls):
         return None
     found = _dispatched(cls)
     if found is None:
         return None
     bases: Sequence[type] = attribute_of(cls, "__mro__")[1:]
     return "inherited" if any(_dispatched(base) is found for base in bases) else "exact"
+
+
+def _is_lossy(cls: type) -> bool:
+    modules = ((sys.modules.get(module), name) for module, name in _LOSSY)
+    return any(module is not None and cls is getattr(module, name, None) for module, name in modules)
 
 
 def _dispatched(cls: type) -> Any:

@@ -74,13 +74,10 @@ class DaskSerializer:
 def _has_a_way(value: Any) -> bool:
     """Whether dask has a way for the type of an object itself, and that way keeps all of it."""
     cls = type(value)
-    if cls is memoryview or registration(cls) != "exact":
-        return False
-    numpy: Any = sys.modules.get("numpy")
-    if cls is getattr(getattr(numpy, "ma", None), "MaskedArray", None):
-        return False
-    # Dask pickles objects in an array by itself, and what else the objects are in is not known there.
-    return not (cls is getattr(numpy, "ndarray", None) and value.dtype.hasobject)
+    if cls is getattr(sys.modules.get("numpy"), "ndarray", None):
+        # Dask pickles objects in an array by itself, and what else the objects are in is not known there.
+        return not (value.dtype.hasobject or value.dtype.metadata)
+    return registration(cls) == "exact"
 
 
 class DeviceFamilies(DaskSerializer):
