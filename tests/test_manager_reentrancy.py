@@ -57,6 +57,8 @@ ACTIONS: dict[str, Callable[[Bench], Any]] = {
     "overwrite": lambda kit: kit.manager.store("c", Plain("late"), 100),
     "discard": lambda kit: [kit.manager.discard(key) for key in "acf" if key in kit.manager],
     "release": lambda kit: kit.admission.release(),
+    "improve": lambda kit: kit.manager.improve(kit.admission, (-1.0,)),
+    "detach": lambda kit: kit.manager.detach(kit.admission),
     "pin": lambda kit: kit.manager.pin(["c", "f"]).release(),
     "offset": lambda kit: kit.manager.set_offset(40),
     "uses": lambda kit: kit.manager.expect_uses("cf", (1.0,), "task"),

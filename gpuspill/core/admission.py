@@ -1,8 +1,12 @@
 """Who may add bytes to memory now and who waits, and the room that can be made without a write.
 
-Whoever waits does so only while something can still make room: a spill in flight, a candidate that was not tried yet,
-or memory that is about to be let go. When none is left it is let in all the same and counted as an *overrun*, so
-admission alone never stops a worker.
+Those who wait do so in one line, by priority and age (:mod:`gpuspill.core.line`). The first of them waits while
+something can still make room: a spill in flight, a candidate that was not tried yet, or memory that is about to be let
+go. When none is left it is let in all the same and counted as an *overrun*, so admission alone never stops a worker.
+
+Overruns are let in one at a time. While one has not ended and memory is over its limit, the next one waits for its
+end. It does not if the one before may itself wait for others in line (:meth:`Room.detach`). :meth:`Room.relent` ends
+that wait after a time, as no one can know for sure what a task waits for.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class Room:
         memory = self._memory
         if memory.excess() > 0:
             self._drop_clean(0)
-        if memory.tasks or memory.transfers:
+        if memory.line.waiting:
             self.grant_waiting()
 
     def _drop_clean(self, extra: int) -> None:
@@ -73,7 +77,7 @@ class Room:
             self._lifetimes.drop(entry)
 
     def _serve(self) -> None:
-        if self._memory.tasks or self._memory.transfers:
+        if self._memory.line.waiting:
             self.grant_waiting()
 
     def make_ahead(self, nbytes: int, order: Order) -> bool:
@@ -95,14 +99,16 @@ class Room:
 
     # -- admission -----------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, kind: Kind) -> Reservation:
-        """Ask for room. The reservation is granted now, or appears in :attr:`Effects.granted` later."""
-        granted = self._grant_now(nbytes, kind)
-        if granted is not None:
+    def reserve(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation:
+        """Ask for room. The reservation is granted now, or appears in :attr:`Effects.granted` later.
+
+        A smaller `order` is more urgent.
+        """
+        reservation = Reservation(kind, max(0, nbytes), order)
+        if self._grant_now(reservation):
             self._serve()
-            return granted
-        reservation = Reservation(kind, max(0, nbytes))
-        self._memory.queue(reservation)
+            return reservation
+        self._memory.line.join(reservation)
         self.grant_waiting()
         if reservation.granted:
             self._effects.granted.remove(reservation)
@@ -110,25 +116,43 @@ class Room:
             self._counters.waits += 1
         return reservation
 
-    def reserve_now(self, nbytes: int, kind: Kind) -> Reservation | None:
+    def reserve_now(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation | None:
         """Ask for room that is there, or where there are clean values. None if it would have to be waited for."""
-        granted = self._grant_now(nbytes, kind)
+        reservation = Reservation(kind, max(0, nbytes), order)
+        granted = self._grant_now(reservation)
         self._serve()
-        return granted
+        return reservation if granted else None
 
-    def _grant_now(self, nbytes: int, kind: Kind) -> Reservation | None:
-        # Who waits is served afterwards: what is dropped here makes room for a task before it does for transfers, which
-        # come behind it in line.
+    def _grant_now(self, reservation: Reservation) -> bool:
+        # Who waits is served afterwards: what is dropped here makes room for one that goes first.
         memory = self._memory
-        if memory.tasks or (memory.transfers and kind is not Kind.TASK):
-            return None
-        if not memory.fits(nbytes):
-            self._drop_clean(nbytes)
-            if not memory.fits(nbytes):
-                return None
-        reservation = Reservation(kind, max(0, nbytes))
+        if not memory.line.goes_first(reservation.order, reservation.kind):
+            return False
+        if not memory.fits(reservation.nbytes):
+            self._drop_clean(reservation.nbytes)
+            if not memory.fits(reservation.nbytes):
+                return False
+        if memory.line.waiting:
+            memory.line.join(reservation)  # it is one of the turns
         memory.grant(reservation)
-        return reservation
+        return True
+
+    def improve(self, reservation: Reservation, order: Order) -> None:
+        """One who waits has become as urgent as `order`, if that is more urgent than before."""
+        if self._memory.line.improve(reservation, order):
+            self.balance()
+
+    def detach(self, reservation: Reservation) -> None:
+        """The asker may itself wait for others in line, so those do not wait for its end. Idempotent."""
+        self._memory.detach(reservation)
+        self._serve()
+
+    def relent(self) -> None:
+        """Nothing has changed for long: let in the first in line, unless something can make room for it."""
+        first = self._memory.line.first()
+        if first is not None and not self._can_make_room(first):
+            self._let_in(first)
+            self.grant_waiting()
 
     def release(self, reservation: Reservation) -> None:
         """Give back what is left of a reservation, or stop waiting for it. Idempotent."""
@@ -143,20 +167,27 @@ class Room:
             self.grant_waiting()
 
     def grant_waiting(self) -> None:
-        """Let in those for whom there is room, in their order, and those for whom nothing can make any."""
+        """Let in those for whom there is room, in their turn, and one at a time for whom nothing can make any."""
         memory = self._memory
-        while (first := memory.first()) is not None:
-            if memory.fits(first.nbytes):
-                memory.grant(first)
-            elif self._can_free(memory.missing(first.nbytes)):
+        while (first := memory.line.first()) is not None:
+            if not memory.fits(first.nbytes) and (self._can_make_room(first) or self._has_to_wait(first)):
                 return
-            else:
-                memory.grant(first, overrun=True)
-                self._counters.overruns += 1
-            self._effects.granted.append(first)
+            self._let_in(first)
 
-    def _can_free(self, nbytes: int) -> bool:
-        """Whether something may still make room for so many bytes that do not fit. Small values have to be enough."""
+    def _let_in(self, reservation: Reservation) -> None:
+        overrun = not self._memory.fits(reservation.nbytes)
+        self._memory.grant(reservation, overrun=overrun)
+        self._counters.overruns += overrun
+        self._effects.granted.append(reservation)
+
+    def _has_to_wait(self, reservation: Reservation) -> bool:
+        """Whether one for whom there is no room has to wait for the end of another one for whom there was none."""
+        memory = self._memory
+        return memory.beyond > 0 and reservation.nbytes > 0 and not memory.fits(0)
+
+    def _can_make_room(self, reservation: Reservation) -> bool:
+        """Whether something may still make the room that is missing for one. Small values have to be enough."""
+        nbytes = self._memory.missing(reservation.nbytes)
         charges, leaving = self._charges, self._memory.leaving
         return (
             charges.spilling > charges.spilling_small
@@ -164,8 +195,18 @@ class Room:
             or self._candidates.can_free(max(1, nbytes - leaving))
         )
 
+    @property
+    def stalled(self) -> int | None:
+        """The number of turns that there were, if the first in line waits for another one's end; else None.
+
+        As long as it stays the same, nothing has changed: see :meth:`relent`.
+        """
+        line = self._memory.line
+        first = line.first()
+        return None if first is None or self._can_make_room(first) else line.turns
+
     def validate(self) -> None:
-        """Raise AssertionError if somebody waits although nothing can make room."""
-        first = self._memory.first()
-        waits = first is not None and not self._can_free(self._memory.missing(first.nbytes))
+        """Raise AssertionError if one waits although nothing can make room, and there is no other one to wait for."""
+        first = self._memory.line.first()
+        waits = first is not None and not self._can_make_room(first) and not self._has_to_wait(first)
         assert not waits, "a reservation waits although nothing can make room"

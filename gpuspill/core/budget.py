@@ -7,42 +7,12 @@ reserves them first and waits, without holding the event loop, while something c
 
 from __future__ import annotations
 
-import enum
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gpuspill.core.line import Kind, Line, Reservation
 from gpuspill.errors import InvalidTransition
 
 __all__ = ["Budget", "Kind", "Reservation"]
-
-
-class Kind(enum.IntEnum):
-    """Who asks for room. A lower number is served first."""
-
-    TASK = 0
-    TRANSFER = 1
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Bytes promised to one asker.
-
-    Attributes
-    ----------
-    nbytes
-        Bytes still promised; shrinks as the promised bytes arrive and are charged as used.
-    granted
-        Whether the asker may go on.
-    overrun
-        Granted although it did not fit, because nothing could be freed any more.
-    """
-
-    kind: Kind
-    nbytes: int
-    granted: bool = False
-    overrun: bool = False
-    released: bool = False
 
 
 @dataclass(slots=True)
@@ -66,6 +36,10 @@ class Budget:
     leaving
         Bytes of copies whose move down is in flight: they count as used until they are gone, but
         need no further victim.
+    beyond
+        Number of those who were let in beyond the limit, have not ended, and do not wait for others.
+    line
+        Those who wait for room.
     """
 
     limit: int | None
@@ -73,8 +47,8 @@ class Budget:
     reserved: int = 0
     offset: int = 0
     leaving: int = 0
-    tasks: deque[Reservation] = field(default_factory=deque)
-    transfers: deque[Reservation] = field(default_factory=deque)
+    beyond: int = 0
+    line: Line = field(default_factory=Line)
 
     @property
     def committed(self) -> int:
@@ -85,14 +59,14 @@ class Budget:
     def demand(self) -> int:
         """Bytes for which room must still be made on behalf of those who wait.
 
-        All waiting tasks (there are at most as many as the worker has threads), but only the first
-        transfer: transfers wait in line, and making room for the whole line would spill far more
-        than is needed next.
+        All waiting tasks (there are at most as many as the worker has threads), but a transfer only when it is its
+        turn: making room for the whole line would spill far more than is needed next.
         """
-        if not self.tasks and not self.transfers:
+        first = self.line.first()
+        if first is None:
             return 0
-        nbytes = sum(reservation.nbytes for reservation in self.tasks)
-        return nbytes + (self.transfers[0].nbytes if self.transfers else 0)
+        nbytes = self.line.tasks_nbytes
+        return nbytes if first.kind is Kind.TASK else nbytes + first.nbytes
 
     def fits(self, nbytes: int) -> bool:
         """Whether `nbytes` more stay within the limit now."""
@@ -108,36 +82,31 @@ class Budget:
         if self.limit is None:
             return 0
         excess = self.used + self.reserved + self.offset - self.leaving - self.limit
-        return excess + self.demand if self.tasks or self.transfers else excess
+        return excess + self.demand if self.line.waiting else excess
 
     def over(self) -> bool:
         """Whether copies that already have a copy below have to go, for the limit or for those who wait."""
         return self.limit is not None and self.committed + self.demand > self.limit
 
-    def line(self, kind: Kind) -> deque[Reservation]:
-        """Those of one kind who wait, first come first."""
-        return self.tasks if kind is Kind.TASK else self.transfers
-
-    def queue(self, reservation: Reservation) -> None:
-        """Put `reservation` in line."""
-        self.line(reservation.kind).append(reservation)
-
-    def first(self) -> Reservation | None:
-        """Return whoever is next: tasks before transfers, first come first served within a kind."""
-        if self.tasks:
-            return self.tasks[0]
-        return self.transfers[0] if self.transfers else None
-
     def grant(self, reservation: Reservation, *, overrun: bool = False) -> None:
-        """Promise the bytes. Takes the reservation out of line if it waited."""
+        """Promise the bytes. If the reservation is in line, it has its turn."""
         if reservation.granted or reservation.released:
             raise InvalidTransition("reservation granted twice or after its release")
-        line = self.line(reservation.kind)
-        if reservation in line:
-            line.remove(reservation)
+        if reservation in self.line.waiting:
+            self.line.serve(reservation)
         reservation.granted = True
         reservation.overrun = overrun
+        reservation.detached |= not reservation.nbytes  # it adds nothing, so no one has to wait for its end
         self.reserved += reservation.nbytes
+        self.beyond += self._is_beyond(reservation)
+
+    def _is_beyond(self, reservation: Reservation) -> bool:
+        return reservation.overrun and not reservation.detached and not reservation.released
+
+    def detach(self, reservation: Reservation) -> None:
+        """The asker may itself wait for others in line: those do not wait for it. Idempotent."""
+        self.beyond -= self._is_beyond(reservation)
+        reservation.detached = True
 
     def settle(self, reservation: Reservation, nbytes: int) -> None:
         """`nbytes` of what was promised have become used (at most what is left of the promise)."""
@@ -150,25 +119,18 @@ class Budget:
         """Give back what is left of the promise, or leave the line. Idempotent."""
         if reservation.released:
             return
+        self.beyond -= self._is_beyond(reservation)
         reservation.released = True
         if reservation.granted:
             self.reserved -= reservation.nbytes
         else:
-            line = self.line(reservation.kind)
-            if reservation in line:
-                line.remove(reservation)
+            self.line.leave(reservation)
         reservation.nbytes = 0
-
-    def waiters(self) -> Iterator[Reservation]:
-        """All who wait, in the order in which they are served."""
-        yield from self.tasks
-        yield from self.transfers
 
     def validate(self) -> None:
         """Raise AssertionError if the counters contradict each other."""
         assert self.used >= 0, self.used
         assert self.reserved >= 0, self.reserved
         assert 0 <= self.leaving <= self.used, (self.leaving, self.used)
-        for reservation in self.waiters():
-            assert not reservation.granted
-            assert not reservation.released
+        assert self.beyond >= 0, self.beyond
+        self.line.validate()

@@ -301,7 +301,7 @@ class SpillState:
         if entry.pins == 1:
             self.charges.pin(entry)
             self.candidates.unlist(pid)
-            if self.memory.tasks or self.memory.transfers:
+            if self.memory.line.waiting:
                 self._room.grant_waiting()  # it may have been the last thing that could make room
 
     def unpin(self, pid: int) -> None:
@@ -368,13 +368,25 @@ class SpillState:
 
     # -- admission ---------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, kind: Kind) -> Reservation:
+    def reserve(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation:
         """See :meth:`Room.reserve <gpuspill.core.admission.Room.reserve>`."""
-        return self._room.reserve(nbytes, kind)
+        return self._room.reserve(nbytes, kind, order)
 
-    def reserve_now(self, nbytes: int, kind: Kind) -> Reservation | None:
+    def reserve_now(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation | None:
         """See :meth:`Room.reserve_now <gpuspill.core.admission.Room.reserve_now>`."""
-        return self._room.reserve_now(nbytes, kind)
+        return self._room.reserve_now(nbytes, kind, order)
+
+    def improve(self, reservation: Reservation, order: Order) -> None:
+        """See :meth:`Room.improve <gpuspill.core.admission.Room.improve>`."""
+        self._room.improve(reservation, order)
+
+    def detach(self, reservation: Reservation) -> None:
+        """See :meth:`Room.detach <gpuspill.core.admission.Room.detach>`."""
+        self._room.detach(reservation)
+
+    def relent(self) -> None:
+        """See :meth:`Room.relent <gpuspill.core.admission.Room.relent>`."""
+        self._room.relent()
 
     def release(self, reservation: Reservation) -> None:
         """See :meth:`Room.release <gpuspill.core.admission.Room.release>`."""
@@ -432,9 +444,14 @@ class SpillState:
     def pressure(self) -> bool:
         """Whether :meth:`next_spill` may find something to do, now or after :meth:`retry`."""
         memory = self.memory
-        if memory.tasks or memory.transfers:
+        if memory.line.waiting:
             return True
         return memory.excess() > 0 and bool(self.candidates)
+
+    @property
+    def stalled(self) -> int | None:
+        """See :attr:`Room.stalled <gpuspill.core.admission.Room.stalled>`."""
+        return self._room.stalled
 
     @property
     def loose(self) -> int:

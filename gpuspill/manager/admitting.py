@@ -7,6 +7,7 @@ from functools import partial
 
 from gpuspill.core.budget import Kind, Reservation
 from gpuspill.core.ledger import Entry
+from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.metadata import Metadata
@@ -42,6 +43,7 @@ class Admitter:
         *,
         arriving: Mapping[Hashable, int] | None = None,
         kind: Kind = Kind.TASK,
+        order: Order = (),
     ) -> Admission:
         """Pin the inputs and ask for room for those that are not in memory, and for an output.
 
@@ -56,8 +58,8 @@ class Admitter:
         arriving
             Labels of inputs that are not known yet and come in parts, under other names, and their sizes in bytes:
             :meth:`settle` gives back what is promised for one. What is left of it goes when the inputs are there.
-        kind
-            Tasks are served before transfers.
+        kind, order
+            A smaller order is served first, and among equals a task before a transfer; see :mod:`gpuspill.core.line`.
 
         Raises
         ------
@@ -71,7 +73,7 @@ class Admitter:
         with self._metadata as state:
             known = state.ledger.keys
             entries = {key: known[key] for key in inputs}
-            return self.promise(entries, outputs, output_nbytes, kind, arriving_nbytes)
+            return self.promise(entries, outputs, output_nbytes, kind, order, arriving_nbytes)
 
     def pin(self, keys: Iterable[Hashable]) -> Admission:
         """Pin values where they are, without asking for room to bring them into memory.
@@ -93,6 +95,7 @@ class Admitter:
         nbytes: int,
         kind: Kind = Kind.TRANSFER,
         *,
+        order: Order = (),
         outputs: Mapping[Hashable, int] | None = None,
     ) -> Admission:
         """Ask for room for bytes that come from elsewhere, such as a transfer.
@@ -101,13 +104,13 @@ class Admitter:
         ----------
         nbytes
             How many.
-        kind
-            Tasks are served before transfers.
+        kind, order
+            As for :meth:`admit`.
         outputs
             The keys under which they will be stored and the part of each, if known; storing a key settles its part.
         """
         with self._metadata:
-            return self.promise({}, dict(outputs or {}), nbytes, kind)
+            return self.promise({}, dict(outputs or {}), nbytes, kind, order)
 
     def reserve_now(
         self, nbytes: int, kind: Kind, *, outputs: Mapping[Hashable, int] | None = None
@@ -140,6 +143,7 @@ class Admitter:
         outputs: dict[Hashable, int],
         output_nbytes: int,
         kind: Kind,
+        order: Order = (),
         arriving_nbytes: int = 0,
     ) -> Admission:
         """Under the lock: pin the inputs and queue for room."""
@@ -152,7 +156,7 @@ class Admitter:
             pids[key] = entry.pid
             if entry.state is State.SPILLED:
                 missing[entry.pid] = entry.nbytes
-        reservation = state.reserve(sum(missing.values()) + arriving_nbytes + output_nbytes, kind)
+        reservation = state.reserve(sum(missing.values()) + arriving_nbytes + output_nbytes, kind, order)
         return self._hand_out(reservation, pids, outputs, output_nbytes)
 
     def _hand_out(
@@ -173,6 +177,22 @@ class Admitter:
             # By proxy: several keys may hold one.
             entries = {pid: self._metadata.entry(key, pid) for key, pid in admission.pids.items()}
             return sum(entry.nbytes for entry in entries.values() if entry.state is State.SPILLED)
+
+    def improve(self, admission: Admission, order: Order) -> None:
+        """It has become as urgent as `order`, if that is more urgent than before. Does nothing once it is granted."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.improve, admission, order))
+            else:
+                state.improve(admission.reservation, order)
+
+    def detach(self, admission: Admission) -> None:
+        """Its holder may wait for others in line: they do not wait for its end."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.detach, admission))
+            else:
+                state.detach(admission.reservation)
 
     # -- taking back ---------------------------------------------------------------------------------
 

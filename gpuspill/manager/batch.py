@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from gpuspill.core.budget import Kind
 from gpuspill.core.ledger import Entry
+from gpuspill.core.policy import Order
 from gpuspill.errors import ManagerClosed, answerable, is_for_caller
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.admitting import Admitter
@@ -49,7 +50,7 @@ class Gatherer:
     # -- into memory ---------------------------------------------------------------------------------
 
     def get_many(
-        self, keys: Iterable[Hashable], missing: Literal["raise", "omit"] = "raise"
+        self, keys: Iterable[Hashable], missing: Literal["raise", "omit"] = "raise", order: Order = ()
     ) -> Future[dict[Hashable, Any]]:
         """Return a future of the values of several keys, read on the restore threads.
 
@@ -59,6 +60,8 @@ class Gatherer:
             Any number of keys.
         missing
             Whether an unknown key raises KeyError (here, at once) or is left out.
+        order
+            How urgent it is, if it has to wait for room; smaller is sooner.
 
         Returns
         -------
@@ -80,7 +83,7 @@ class Gatherer:
             if all(map(self._restorer.ready, found.values())):
                 result.set_result({key: self._restorer.hit(entry) for key, entry in found.items()})
                 return result
-            admission = self._admitter.promise(found, {}, 0, Kind.TRANSFER)
+            admission = self._admitter.promise(found, {}, 0, Kind.TRANSFER, order)
         gathered = self.materialize_later(admission)
         gathered.add_done_callback(lambda _: admission.release())
         return gathered

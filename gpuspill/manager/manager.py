@@ -317,10 +317,10 @@ class ProxifyManager:
     # -- several values ------------------------------------------------------------------------------
 
     def get_many(
-        self, keys: Iterable[Hashable], missing: Literal["raise", "omit"] = "raise"
+        self, keys: Iterable[Hashable], missing: Literal["raise", "omit"] = "raise", *, order: Order = ()
     ) -> Future[dict[Hashable, Any]]:
         """Return a future of the values of several keys, read on the restore threads; waits for admission."""
-        return self._gatherer.get_many(keys, missing)
+        return self._gatherer.get_many(keys, missing, order)
 
     def materialize(self, admission: Admission) -> dict[Hashable, Any]:
         """Return the values of the inputs of a granted admission, reading what is on disk. Blocks."""
@@ -352,23 +352,29 @@ class ProxifyManager:
         *,
         arriving: Mapping[Hashable, int] | None = None,
         kind: Kind = Kind.TASK,
+        order: Order = (),
     ) -> Admission:
         """Pin the inputs and ask for room for those that are not in memory, for what arrives, and for an output.
 
         Storing `label` settles what is promised for it; see :meth:`gpuspill.manager.admitting.Admitter.admit`. KeyError
         if an input is unknown.
         """
-        return self._admitter.admit(label, inputs, output_nbytes, arriving=arriving, kind=kind)
+        return self._admitter.admit(label, inputs, output_nbytes, arriving=arriving, kind=kind, order=order)
 
     def pin(self, keys: Iterable[Hashable]) -> Admission:
         """Pin values where they are, without asking for room. Unknown keys are left out."""
         return self._admitter.pin(keys)
 
     def reserve(
-        self, nbytes: int, kind: Kind = Kind.TRANSFER, *, outputs: Mapping[Hashable, int] | None = None
+        self,
+        nbytes: int,
+        kind: Kind = Kind.TRANSFER,
+        *,
+        order: Order = (),
+        outputs: Mapping[Hashable, int] | None = None,
     ) -> Admission:
         """Ask for room for bytes that come from elsewhere; storing one of the keys in `outputs` settles its part."""
-        return self._admitter.reserve(nbytes, kind, outputs=outputs)
+        return self._admitter.reserve(nbytes, kind, order=order, outputs=outputs)
 
     def reserve_now(
         self, nbytes: int, kind: Kind, *, outputs: Mapping[Hashable, int] | None = None
@@ -379,6 +385,14 @@ class ProxifyManager:
     def wait_for_room(self) -> None:
         """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write."""
         self._admitter.wait_for_room()
+
+    def improve(self, admission: Admission, order: Order) -> None:
+        """An admission has become as urgent as `order`, if that is more urgent than before."""
+        self._admitter.improve(admission, order)
+
+    def detach(self, admission: Admission) -> None:
+        """The holder of an admission may wait for others in line: they do not wait for its end."""
+        self._admitter.detach(admission)
 
     def missing_nbytes(self, admission: Admission) -> int:
         """Bytes of the inputs of an admission that are on disk now."""

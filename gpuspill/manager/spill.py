@@ -40,6 +40,9 @@ _BLOCKED = (0.25, 4.0)
 _WRITTEN_IN_VAIN = 8
 #: How many of those values are tried at a time, each time others; all of them, one after another, once that works.
 _PROBES = 8
+#: After so many seconds in which no one was let in, one more is, beyond the limit, although the one before has not
+#: ended. Its end would make room; but it may wait for something that cannot be known here.
+_PATIENCE = 1.0
 
 
 class Spiller:
@@ -73,6 +76,8 @@ class Spiller:
         self._collecting = Backoff(*_COLLECTING)
         self._blocked = Backoff(*_BLOCKED)
         self._relieved = 0
+        self._stalled: int | None = None
+        self._stalled_at = 0.0
         self._logged: set[str] = set()
 
     def step(self) -> float | None:
@@ -94,8 +99,10 @@ class Spiller:
             loose = state.loose
             # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
             # are let go at this very point, and would wait for ever if there always were something to try.
+            if pid is None and (waits := state.stalled) is not None:
+                pause = self._relent(state, waits, metadata.clock())
             if pid is None and state.candidates.set_aside and state.memory.over():
-                pause = self._try_again(state, metadata.clock())
+                pause = min(pause, self._try_again(state, metadata.clock()))
         if metadata.slots.looped_nbytes >= _COLLECT_NBYTES:
             metadata.slots.looped_nbytes = 0
             gc.collect()
@@ -124,6 +131,19 @@ class Spiller:
                 metadata.slots.untie(pid, value, found)
             del value
         self._held.relent(metadata.clock())
+
+    def _relent(self, state: SpillState, waits: int, now: float) -> float:
+        """Let one in beyond the limit if no one has been for long; return the seconds until it is time for that.
+
+        `waits` is what tells one wait from the next.
+        """
+        if waits != self._stalled:
+            self._stalled, self._stalled_at = waits, now
+        left = self._stalled_at + _PATIENCE - now
+        if left > 0:
+            return left
+        state.relent()
+        return 0.0
 
     def _try_again(self, state: SpillState, now: float) -> float:
         """Make candidates of what was set aside, as far as it is time for that; return the seconds until it is."""

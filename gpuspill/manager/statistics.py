@@ -172,7 +172,7 @@ def take_snapshot(metadata: Metadata, restorer: Restorer) -> Statistics:
             disk_nbytes=state.disk.used,
             reserved_nbytes=state.memory.reserved,
             offset_nbytes=state.memory.offset,
-            waiting=sum(1 for _ in state.memory.waiters()),
+            waiting=len(state.memory.line.waiting),
             hits=restorer.hits,
             misses=restorer.misses,
             spills=counters.spills,

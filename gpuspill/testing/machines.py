@@ -21,6 +21,7 @@ __all__ = ["Choices", "SpillEvents", "SpillStateMachine", "walk_core"]
 KEYS = "abcde"
 SIZES = [30, 50, 40, 20, 10, 1, 0, 100]
 LIMITS = [100, 50, 80, 30, 0, 1, 200, None]
+KINDS = [*Kind, Kind.TASK]
 OFFSETS = [0, 20, 90, -30]
 
 
@@ -87,6 +88,9 @@ class SpillEvents:
         "release": 4,
         "shrink": 2,
         "settle": 2,
+        "improve": 2,
+        "detach": 2,
+        "relent": 1,
         "set_offset": 2,
         "set_limits": 1,
         "settle_down": 2,
@@ -300,13 +304,34 @@ class SpillEvents:
 
     def reserve(self, c: Choices) -> None:
         """Somebody is about to add bytes."""
-        self.reservations.append(self.oracle.reserve(c.size, Kind.TASK if c.flag else Kind.TRANSFER))
+        self.reservations.append(self.oracle.reserve(c.size, pick(KINDS, c.i), self._urgency(c)))
 
     def reserve_now(self, c: Choices) -> None:
         """Somebody is about to add bytes, or goes elsewhere if there is no room."""
-        reservation = self.oracle.reserve_now(c.size, Kind.TASK if c.flag else Kind.TRANSFER)
+        reservation = self.oracle.reserve_now(c.size, pick(KINDS, c.i), self._urgency(c))
         if reservation is not None:
             self.reservations.append(reservation)
+
+    def _urgency(self, c: Choices) -> Order:
+        # One of which nothing is known goes before all others, and would often do so if it were not rare.
+        return c.order if c.j % 8 else ()
+
+    def improve(self, c: Choices) -> None:
+        """What somebody waits for has become more urgent, or is as urgent as it was."""
+        if self.reservations:
+            self.oracle.improve(pick(self.reservations, c.i), c.order)
+
+    def detach(self, c: Choices) -> None:
+        """Somebody, waiting or not, turns out to wait for others; perhaps says so twice."""
+        if self.reservations:
+            reservation = pick(self.reservations, c.i)
+            self.oracle.detach(reservation)
+            if c.flag:
+                self.oracle.detach(reservation)
+
+    def relent(self, c: Choices) -> None:
+        """Those who wait have done so for long."""
+        self.oracle.relent()
 
     def release(self, c: Choices) -> None:
         """Somebody is done, or gives up waiting; perhaps says so twice."""
@@ -340,9 +365,25 @@ class SpillEvents:
     # -- to the end ----------------------------------------------------------------------------------
 
     def settle_down(self, c: Choices) -> None:
-        """Spill threads work until there is nothing left to do: then nobody waits."""
-        self._work(["written", "written", "too large", "failed", "never"], c.i)
-        assert not self.oracle.waiting, "waits for ever"
+        """Spill threads work until there is nothing left to do: then one after the other is let in.
+
+        Each goes on when the one that was let in before it ends, or when it has waited for long.
+        """
+        oracle = self.oracle
+        outcomes = ["written", "written", "too large", "failed", "never"]
+        self._work(outcomes, c.i)
+        while oracle.waiting:
+            waited, beyond = len(oracle.waiting), oracle.beyond()
+            assert beyond, "waits for ever"
+            if c.flag:
+                self.reservations.remove(beyond[0])
+                oracle.release(beyond[0])
+            else:
+                oracle.relent()
+            self._work(outcomes, c.i)
+            # Those who end one after the other may leave others who do not fit, either.
+            assert len(oracle.waiting) + len(oracle.beyond()) < waited + len(beyond) or not c.flag, "waits for ever"
+            assert len(oracle.waiting) < waited or c.flag, "waits for ever"
 
     def relieve(self, c: Choices) -> None:
         """The same, with nothing in the way: memory is within its limit unless all that is left is in use."""

@@ -86,6 +86,8 @@ class ManagerEvents:
         "admit": 3,
         "materialize": 2,
         "release": 3,
+        "improve": 1,
+        "detach": 1,
         "pin": 2,
         "export": 2,
         "prefetch": 2,
@@ -275,7 +277,11 @@ class ManagerEvents:
         """A task asks for room."""
         expected = self.model.expected(what.key, what.other)
         admission = self.kit.manager.admit(
-            what.key, list(expected), what.i * 10, kind=Kind.TASK if what.flag else Kind.TRANSFER
+            what.key,
+            list(expected),
+            what.i * 10,
+            kind=Kind.TASK if what.flag else Kind.TRANSFER,
+            order=(float(what.j % 4),),
         )
         self.admitted.append(_Admitted(admission, expected, what.key))
 
@@ -299,6 +305,16 @@ class ManagerEvents:
             self.admitted.remove(admitted)
             admitted.admission.release()
             admitted.admission.release()
+
+    def improve(self, what: What) -> None:
+        """Somebody more urgent needs what is waited for."""
+        if self.admitted:
+            self.kit.manager.improve(pick(self.admitted, what.i).admission, (float(what.j % 4),))
+
+    def detach(self, what: What) -> None:
+        """A task turns out to wait for others."""
+        if self.admitted:
+            self.kit.manager.detach(pick(self.admitted, what.i).admission)
 
     # -- spilling ------------------------------------------------------------------------------------
 
@@ -352,6 +368,17 @@ class ManagerEvents:
 
     # -- the end -------------------------------------------------------------------------------------
 
+    def _let_all_in(self) -> None:
+        """Though no task ends, no one waits for ever: in each second one at least is let in."""
+        kit = self.kit
+        kit.idle()
+        for left in range(kit.manager.statistics().waiting, 0, -1):
+            assert kit.manager.statistics().waiting <= left, "somebody waits for ever"
+            kit.clock.advance(1)
+            kit.idle()
+        self.model.check()
+        assert not kit.manager.statistics().waiting, "somebody waits for ever"
+
     def finish(self) -> None:
         """Let everything end, delete everything: nothing is left of it."""
         kit = self.kit
@@ -359,6 +386,7 @@ class ManagerEvents:
         while self.model.tasks:
             self.end_task(What())
         self.held.clear()
+        self._let_all_in()
         kit.manager.set_limit(None, None)
         kit.manager.set_offset(0)
         self.model.check()

@@ -64,7 +64,12 @@ class ModelPromise:
 
     kind: Kind
     nbytes: int
+    order: Order = ()
+    number: int = 0  # counts up, each time that one joins the line or becomes more urgent
     granted: bool = False
+    detached: bool = False
+    beyond: bool = False  # let in although it did not fit, and has not ended
+    served_by: int = 0  # turns after which it must have had its own
 
 
 def _small_below(limit: int | None) -> int:
@@ -94,6 +99,7 @@ class Model:
         self.uses: dict[Hashable, dict[Hashable, Order]] = {}
         self.promises: dict[Reservation, ModelPromise] = {}
         self.waiting: list[Reservation] = []
+        self.turns = 0
         self.arriving: dict[Reservation, int] = {}  # records of values that never were in memory, in the making
         self.offset = 0
         self.limit = limit
@@ -101,6 +107,7 @@ class Model:
         self.keep_clean = keep_clean
         self.counts = Counter[str]()
         self.events = 0
+        self._asked = 0
         self._seen: set[int] = set()
 
     # -- sums, each time from scratch ----------------------------------------------------------------
@@ -131,10 +138,24 @@ class Model:
         needed = sum(value.record for value in self.values.values() if not (value.memory and value.disk))
         return None if self.disk_limit is None else self.disk_limit - needed - sum(self.arriving.values())
 
+    def first(self) -> Reservation | None:
+        """Return whose turn it is: by age each eighth time, else by priority."""
+        if self._age_decides():
+            return next(r for r in self.waiting if r.kind is not Kind.AHEAD)
+        promises = self.promises
+        return min(self.waiting, key=lambda r: (promises[r].order, promises[r].kind, promises[r].number), default=None)
+
+    def _age_decides(self) -> bool:
+        return self.turns % 8 == 7 and any(r.kind is not Kind.AHEAD for r in self.waiting)
+
     def needed(self) -> list[Reservation]:
-        """Return those who wait and for whom room is made: all tasks, and the first of the transfers."""
-        tasks = [r for r in self.waiting if r.kind is Kind.TASK]
-        return tasks + [r for r in self.waiting if r.kind is Kind.TRANSFER][:1]
+        """Return those who wait and for whom room is made: all tasks, and the first if it is something else."""
+        first = self.first()
+        return [r for r in self.waiting if r.kind is Kind.TASK or r is first]
+
+    def beyond(self) -> list[Reservation]:
+        """Return those who were let in beyond the limit and whose end others wait for."""
+        return [r for r, promise in self.promises.items() if promise.beyond and not promise.detached]
 
     def demand(self) -> int:
         """Bytes that they need."""
@@ -185,6 +206,7 @@ class Model:
         written: int | None = None,
         more: int = 0,
         forced: bool = False,
+        relented: bool = False,
     ) -> list[int]:
         """Take the effects, apply them to the model as far as they are allowed, and compare everything.
 
@@ -198,6 +220,8 @@ class Model:
             Bytes for which the event made room although it did not need them in the end.
         forced
             One value had to go, needed or not.
+        relented
+            One may have been let in although another one was there that does not fit either.
 
         Returns
         -------
@@ -245,16 +269,12 @@ class Model:
         for pid, value in values.items():
             assert pid in self.keys.values() or value.pins or value.move, f"nobody needs {pid}: {value}"
             assert value.memory or value.disk or value.lost, f"no copy left of {pid}: {value}"
-        self._judge_grants(effects.granted, asked)
+        self._judge_grants(effects.granted, asked, relented)
         self._judge_need(evicted, chosen, written, more, forced)
         self._compare()
         return evicted
 
-    def _line(self) -> list[Reservation]:
-        tasks = [r for r in self.waiting if r.kind is Kind.TASK]
-        return tasks + [r for r in self.waiting if r.kind is Kind.TRANSFER]
-
-    def _judge_grants(self, told: list[Reservation], asked: Reservation | None) -> None:
+    def _judge_grants(self, told: list[Reservation], asked: Reservation | None, relented: bool) -> None:
         granted = set(told)
         assert len(granted) == len(told), "told twice"
         assert asked not in granted, "told of what the caller sees anyway"
@@ -263,31 +283,54 @@ class Model:
         order = []
         committed = self.used + self.reserved + self.offset
         while granted:
-            reservation = self._line()[0]
+            reservation = self.first()
             assert reservation in granted, "granted out of turn"
+            assert reservation is not None
             granted.remove(reservation)
             self.waiting.remove(reservation)
+            # One who asks when no one waits, and for whom there is room, is in no line.
+            self.turns += reservation is not asked or reservation.overrun or bool(self.waiting)
             order.append(reservation)
             promise = self.promises[reservation]
+            if reservation.overrun:
+                self.counts["overruns"] += 1
+                self._judge_overrun(promise, committed, relented)
+                relented = False
             promise.granted = True
             committed += promise.nbytes
-            if not reservation.overrun:
-                assert self.limit is None or committed <= self.limit, f"granted {committed} of {self.limit} bytes"
-                continue
-            self.counts["overruns"] += 1
-            assert self.limit is not None
-            assert committed > self.limit, "counted as an overrun, but it fits"
-            left = [value for value in self.values.values() if value.candidate]
-            assert not self.enough(left, committed - self.limit), f"an overrun, although {left} could go"
+            assert reservation.overrun or self.limit is None or committed <= self.limit, (
+                f"granted {committed} of {self.limit} bytes"
+            )
         assert [r for r in order if r is not asked] == told, "told in another order than granted"
         if asked is not None and not asked.granted:
             self.counts["waits"] += 1
-        if self.waiting:
-            assert self.limit is not None, "waits without a limit"
-            need = self.promises[self._line()[0]].nbytes
-            left = [value for value in self.values.values() if value.movable]
-            assert self.enough(left, committed + need - self.limit), "waits for nothing"
-            assert committed + need > self.limit, "waits, although there is room"
+        self._judge_waiting(committed)
+
+    def _judge_overrun(self, promise: ModelPromise, committed: int, relented: bool) -> None:
+        """One is let in although there is no room: nothing can make any, and it is the only one of its kind."""
+        assert self.limit is not None
+        assert committed + promise.nbytes > self.limit, "counted as an overrun, but it fits"
+        left = [value for value in self.values.values() if value.candidate]
+        missing = committed + promise.nbytes - self.limit
+        assert not self.enough(left, missing), f"an overrun, although {left} could go"
+        others = self.beyond() if promise.nbytes and committed > self.limit else []
+        assert relented or not others, f"an overrun of {committed - self.limit} bytes, and {others} is one already"
+        promise.beyond = promise.nbytes > 0
+
+    def _judge_waiting(self, committed: int) -> None:
+        """No one waits without a reason that goes away, nor for ever."""
+        first = self.first()
+        if first is None:
+            return
+        assert self.limit is not None, "waits without a limit"
+        need = self.promises[first].nbytes
+        assert committed + need > self.limit, "waits, although there is room"
+        runs = need and committed > self.limit and self.beyond()
+        left = [value for value in self.values.values() if value.movable]
+        assert runs or self.enough(left, committed + need - self.limit), "waits for nothing"
+        for reservation in self.waiting:
+            late = self.turns - self.promises[reservation].served_by
+            assert late < 0 or reservation.kind is Kind.AHEAD, f"{reservation} was passed over too often"
 
     def _judge_need(self, evicted: list[int], chosen: int | None, written: int | None, more: int, forced: bool) -> None:
         """Without the last victim it would not have been enough."""
@@ -333,7 +376,9 @@ class Model:
         counters = asdict(state.counters)
         del counters["records_reclaimed"]  # which of several, and so how many, is the state's choice
         assert counters == {name: self.counts[name] for name in counters}
-        assert list(state.memory.waiters()) == self._line()
+        assert list(state.memory.line.waiting) == self.waiting
+        assert state.memory.line.first() is self.first()
+        assert state.memory.beyond == len(self.beyond())
         for reservation, promise in self.promises.items():
             assert (reservation.granted, reservation.nbytes) == (promise.granted, promise.nbytes)
         if not self.keep_clean:

@@ -11,8 +11,11 @@ guarantee            how it is judged
 never-lost           a copy is dropped or deleted only if another one exists or nobody needs the value
 counted once         every counter of the state equals the sum over the model's values
 pins                 a value in use is never dropped, whatever becomes of its keys
-admission            granted in order; within the limit, or else counted as an overrun when nothing can make room
-no deadlock          nobody waits although nothing can make room; driven to the end, nobody waits at all
+admission            granted by priority, each eighth turn by age; within the limit, or else counted as an overrun when
+                     nothing can make room; one overrun at a time
+no deadlock          who waits does so for a value that can leave, or for the end of one who was let in beyond the limit
+                     and does not wait itself; driven to the end, no one waits at all
+no starvation        with n others before it in age, one who waits is served within 8 (n + 1) turns
 no more than needed  without its last victim, what was evicted would not have been enough
 order                a value with a known use is a victim only if no other could go that is needed later, or never; a
                      small one only if no other could go, and none is waited for unless all of them are enough
@@ -351,30 +354,61 @@ class Oracle(Model):
 
     # -- admission -----------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, kind: Kind) -> Reservation:
+    def reserve(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation:
         """See :meth:`SpillState.reserve`."""
-        reservation = self.state.reserve(nbytes, kind)
-        self.promises[reservation] = ModelPromise(kind, nbytes)
-        self.waiting.append(reservation)
+        reservation = self.state.reserve(nbytes, kind, order)
+        self._ask(reservation, nbytes, kind, order)
         self._judge(asked=reservation)
         return reservation
 
-    def reserve_now(self, nbytes: int, kind: Kind) -> Reservation | None:
+    def _ask(self, reservation: Reservation, nbytes: int, kind: Kind, order: Order) -> None:
+        older = sum(other.kind is not Kind.AHEAD for other in self.waiting)
+        self._asked += 1
+        self.promises[reservation] = ModelPromise(
+            kind, nbytes, order, self._asked, served_by=self.turns + 8 * (older + 1)
+        )
+        self.waiting.append(reservation)
+
+    def reserve_now(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation | None:
         """See :meth:`SpillState.reserve_now`."""
-        ahead = [other for other in self.waiting if other.kind <= kind]
-        reservation = self.state.reserve_now(nbytes, kind)
+        first = self.first()
+        ahead = first is not None and (self._age_decides() or (first.order, first.kind) <= (order, kind))
+        reservation = self.state.reserve_now(nbytes, kind, order)
         if reservation is not None:
-            assert not ahead, f"{ahead} came first"
+            assert not ahead, f"{first} came first"
             assert reservation.granted
-            assert not reservation.overrun, "nobody would have to wait, and it does not fit"
-            self.promises[reservation] = ModelPromise(kind, nbytes)
-            self.waiting.append(reservation)
+            assert not reservation.overrun, "one would have to wait, and it does not fit"
+            self._ask(reservation, nbytes, kind, order)
             self._judge(asked=reservation)
         else:
             self._judge(more=nbytes)
             committed = self.used + self.reserved + self.offset
             assert ahead or (self.limit is not None and committed + nbytes > self.limit), "refused, but there is room"
         return reservation
+
+    def improve(self, reservation: Reservation, order: Order) -> None:
+        """See :meth:`SpillState.improve`."""
+        promise = self.promises.get(reservation)
+        if promise is not None and not promise.granted and order < promise.order:
+            self._asked += 1
+            promise.order, promise.number = order, self._asked
+        self.state.improve(reservation, order)
+        self._judge()
+
+    def detach(self, reservation: Reservation) -> None:
+        """See :meth:`SpillState.detach`."""
+        if reservation in self.promises:
+            self.promises[reservation].detached = True
+        self.state.detach(reservation)
+        self._judge()
+
+    def relent(self) -> None:
+        """See :meth:`SpillState.relent`."""
+        waited = len(self.waiting)
+        stalled = self.state.stalled is not None
+        self.state.relent()
+        self._judge(relented=True)
+        assert not stalled or len(self.waiting) < waited, "no one was let in, although nothing can make room"
 
     def release(self, reservation: Reservation) -> None:
         """See :meth:`SpillState.release`."""

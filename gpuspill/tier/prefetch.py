@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from gpuspill.core.budget import Kind
+from gpuspill.core.line import LAST, Kind
 from gpuspill.core.residency import Tier
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
@@ -66,7 +66,7 @@ class Lookahead:
                     continue
                 if not self._manager.worth_making_room(unit, unit.nbytes + self.headroom):
                     break
-                admission = self._manager.admit(None, [unit], self.headroom, kind=Kind.TRANSFER)
+                admission = self._manager.admit(None, [unit], self.headroom, kind=Kind.AHEAD, order=LAST)
             except KeyError:
                 continue  # given up meanwhile
             self._asked[unit] = admission

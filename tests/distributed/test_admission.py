@@ -62,7 +62,7 @@ async def test_tasks_that_produce_faster_than_the_disk_takes(c, s, a):
     assert a.status == Status.running
 
 
-@spilling(limits=("10 MiB",), nthreads=[("", 2)], config={"gpuspill.manager.admission": False})
+@spilling(limits=("10 MiB",), nthreads=[("", 2)], config={"gpuspill.admission": False})
 async def test_without_admission(c, s, a):
     slow_disk(a)
     futures = [c.submit(block_of, MB, i, key=f"block_of-{i}") for i in range(30)]

@@ -196,7 +196,7 @@ def test_a_task_takes_the_place_of_what_was_asked_for_it(make, monkeypatch):
 
 def waiting(rig):
     with rig.tier.manager._metadata as state:
-        return [reservation.kind for reservation in state.memory.waiters()]
+        return [reservation.kind for reservation in state.memory.line.waiting]
 
 
 def test_what_is_given_up_meanwhile_is_not_brought(make):
