@@ -10,10 +10,12 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 from gpuspill.device.arrays import Recipe
 from gpuspill.device.port import Allocation, AllocationId
+from gpuspill.ending import Ending
 
 __all__ = ["Dead", "DeviceMemory", "Internal", "Leaf", "Skeleton", "Unit", "Watch"]
 
@@ -121,21 +123,31 @@ class DeviceMemory:
         What lives exactly as long as the allocation; default: the keeper.
     """
 
-    __slots__ = ("__weakref__", "allocation", "identity", "keeper", "token", "unit", "watch")
+    __slots__ = ("__weakref__", "_ending", "_held", "identity", "unit", "watch")
 
     def __init__(self, unit: Unit, allocation: Allocation, keeper: object, token: object = None) -> None:
         self.unit = unit
-        self.allocation = allocation
-        self.keeper = keeper
-        self.token = keeper if token is None else token
         self.identity = allocation.identity
         self.watch: Watch | None = None
+        # With the last reference to what keeps it the memory is freed.
+        self._held: list[Any] = [allocation, keeper, keeper if token is None else token]
+        self._ending = Ending(partial(allocation.device.let_go, self._held))
 
-    def __del__(self) -> None:
-        # In any thread, at any point. With the last reference to what keeps it the memory is freed.
-        device, things = self.allocation.device, [self.keeper, self.token, self.allocation]
-        del self.keeper, self.token, self.allocation
-        device.let_go(things)
+    @property
+    def allocation(self) -> Allocation:
+        """Where they are."""
+        allocation: Allocation = self._held[0]
+        return allocation
+
+    @property
+    def keeper(self) -> Any:
+        """What keeps the allocation alive."""
+        return self._held[1]
+
+    @property
+    def token(self) -> Any:
+        """What lives exactly as long as the allocation."""
+        return self._held[2]
 
 
 class Leaf:
@@ -164,21 +176,17 @@ class Skeleton:
         Where they go when it dies.
     """
 
-    __slots__ = ("__weakref__", "_dead", "tree", "units")
+    __slots__ = ("__weakref__", "_ending", "tree", "units")
 
     def __init__(self, tree: Any, units: tuple[Unit, ...], dead: Dead) -> None:
         self.tree = tree
         self.units = units
-        self._dead = dead
+        self._ending = Ending(partial(dead.append, (True, units)))
 
     @property
     def device_nbytes(self) -> int:
         """Bytes of its units."""
         return sum(unit.nbytes for unit in self.units)
-
-    def __del__(self) -> None:
-        # In any thread, at any point: no lock, and nothing that could call back.
-        self._dead.append((True, self.units))
 
     def __reduce__(self) -> Any:
         raise TypeError("what stands for a value on the device cannot be pickled; resolve it first")

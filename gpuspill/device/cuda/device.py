@@ -38,6 +38,7 @@ from gpuspill.device.port import (
     UseAfterFree,
 )
 from gpuspill.device.staging import probe
+from gpuspill.ending import Ending
 
 __all__ = ["GpuAllocation", "GpuDevice"]
 
@@ -48,7 +49,7 @@ _UNPROBED: Final = CopyPlan(chunk_nbytes=8 * 2**20, staged=True)
 class GpuAllocation(Allocation):
     """Memory of a GPU, of the port's own (`memory`) or borrowed (`owner`). Made by the device only."""
 
-    __slots__ = ("_address", "_device", "_freed", "_nbytes", "_owner", "memory", "serial")
+    __slots__ = ("_address", "_device", "_ending", "_freed", "_held", "_nbytes", "memory", "serial")
 
     def __init__(
         self, device: GpuDevice, address: int, nbytes: int, serial: int, memory: DriverMemory | None, owner: object
@@ -57,9 +58,13 @@ class GpuAllocation(Allocation):
         self._address = address
         self._nbytes = nbytes
         self.serial = serial
-        self._owner = owner
+        self._held = [] if owner is None else [owner]
         self._freed = False
         self.memory = memory
+        # A copy in flight refers to the allocation, so there is none then.
+        self._ending = Ending(
+            partial(device.let_go, self._held) if memory is None else partial(device.give_back, memory, serial)
+        )
 
     @property
     def device(self) -> GpuDevice:
@@ -79,7 +84,7 @@ class GpuAllocation(Allocation):
     @property
     def owner(self) -> object:
         """The library's object that owns the memory, if it is borrowed; else the allocation itself."""
-        return self if self._owner is None else self._owner
+        return self._held[0] if self._held else self
 
     def require(self) -> None:
         """Raise UseAfterFree if it was freed."""
@@ -92,17 +97,8 @@ class GpuAllocation(Allocation):
         if self.memory is None:
             raise ValueError(f"{self!r} is borrowed: drop its arrays, and the library that owns it frees it")
         memory, self.memory, self._freed = self.memory, None, True
+        self._ending.cancel()
         return memory
-
-    def __del__(self) -> None:
-        # In any thread, at any point: no lock. A copy in flight refers to the allocation, so there is none.
-        if self.memory is not None:
-            self._device.give_back(self.memory, self.serial)
-        elif self._owner is not None:
-            owner, self._owner = self._owner, None
-            things = [owner]
-            del owner
-            self._device.let_go(things)
 
     def __repr__(self) -> str:
         return f"<GpuAllocation of {self._nbytes} bytes at {self._address:#x} on {self._device.identity}>"

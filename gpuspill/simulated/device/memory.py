@@ -8,12 +8,14 @@ fragmentation.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from gpuspill.device.host import HostArray
 from gpuspill.device.port import Allocation, Layout, UseAfterFree
+from gpuspill.ending import Ending
 
 if TYPE_CHECKING:
     from gpuspill.simulated.device.copies import Copy
@@ -48,7 +50,18 @@ class SimulatedAllocation(Allocation):
         Copies from or to it that nobody has observed.
     """
 
-    __slots__ = ("_address", "_device", "_heap", "_nbytes", "_storage", "copies", "host_address", "readers", "writer")
+    __slots__ = (
+        "_address",
+        "_device",
+        "_ending",
+        "_heap",
+        "_nbytes",
+        "_storage",
+        "copies",
+        "host_address",
+        "readers",
+        "writer",
+    )
 
     def __init__(self, device: SimulatedDevice, heap: Heap, address: int, nbytes: int, storage: HostArray) -> None:
         self._device = device
@@ -60,11 +73,8 @@ class SimulatedAllocation(Allocation):
         self.writer: Mark | None = None
         self.readers: dict[int, Mark] = {}
         self.copies: set[Copy] = set()
-
-    def __del__(self) -> None:
-        # May run in any thread, at any point, also while that thread holds the device's lock: so no lock here.
-        if self._storage is not None:
-            self._heap.dropped.append(self._address)
+        # May run in any thread, at any point, also while that thread holds the device's lock: so no lock there.
+        self._ending = Ending(partial(heap.dropped.append, address))
 
     @property
     def device(self) -> SimulatedDevice:
@@ -107,6 +117,7 @@ class SimulatedAllocation(Allocation):
     def discard_storage(self) -> None:
         """Make every later use fail. The device's lock is held."""
         self._storage = None
+        self._ending.cancel()
 
     def __repr__(self) -> str:
         return f"<SimulatedAllocation of {self._nbytes} bytes at {self._address:#x}>"

@@ -799,10 +799,10 @@ static void pin(char *address, size_t nbytes, int allocated) {
     counts.pinned++, counts.pinned_nbytes += (long)nbytes;
 }
 static CUresult unpin(void *address, int allocated) {
+    for (int i = 0; i < device_count; i++) wait_for_all(&devices[i]); /* the list may change meanwhile */
     for (struct pinned **at = &pinned; *at; at = &(*at)->next) {
         struct pinned *p = *at;
         if (p->address != address || p->allocated != allocated) continue;
-        for (int i = 0; i < device_count; i++) wait_for_all(&devices[i]);
         *at = p->next;
         counts.pinned--, counts.pinned_nbytes -= (long)p->nbytes;
         if (allocated) free(address);
