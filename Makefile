@@ -8,6 +8,8 @@
 #   make test-cuda    the real libraries for CUDA on a stand-in for the driver, in .venv-cuda, which takes 1.2 GB
 #   make lint         ruff, mypy, direction of imports
 #   make docs         the documentation, in docs/_build/html; every warning is an error
+#   make coverage     how much of the package the unit layers run
+#   make release-check   whether the last commit could be released; sdist and wheel are left in dist/
 #   make bench        the headline benchmark      (BENCH="tiny" for another one)
 #   make clean        remove all that these targets made
 #
@@ -20,7 +22,7 @@ BENCH ?= persist-sum --arms stock,gpuspill,nospill --repeat 5
 export PYTHON VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-numba test-cuda lint docs bench venv clean
+.PHONY: help demo test test-quick test-numba test-cuda lint docs coverage release-check bench venv clean
 
 help:
 	@sed -n 's/^#  *\(make \)/  \1/p' Makefile
@@ -56,6 +58,13 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 docs: $(VENV)/.installed-docs
 	@ci/docs.sh $(ARGS)
+
+coverage: $(VENV)/.installed
+	@ci/coverage.sh $(ARGS)
+
+# Makes environments of its own.
+release-check:
+	@ci/release_check.sh
 
 bench: $(VENV)/.installed
 	@$(VENV)/bin/gpuspill bench $(BENCH) $(ARGS)

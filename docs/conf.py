@@ -41,5 +41,6 @@ html_css_files = ["gpuspill.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
+smartquotes = False  # "--option" is no dash
 pygments_style = "default"
 pygments_dark_style = "monokai"
