@@ -260,8 +260,6 @@ def asks_a_class(node: ast.AST) -> bool:
             return any(map(_is_type_of, elements))
         case ast.Attribute(attr="__mro__" | "__weakrefoffset__" | "__subclasses__"):
             return True
-        case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id="mro")]):
-            return True
         case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=name), *_]):
             return name in VALUES
         case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Attribute(attr="value"), *_]):
@@ -291,7 +289,6 @@ def asks_a_class(node: ast.AST) -> bool:
         "weakref.WeakKeyDictionary()",
         "dataclasses.is_dataclass(cls)",
         "cls.__mro__",
-        "base in mro",
     ],
 )
 def test_what_is_found(code: str) -> None:
