@@ -1,5 +1,6 @@
 """What the manager promises of each method, one at a time."""
 
+import gc
 import weakref
 from collections.abc import Iterator
 
@@ -542,3 +543,31 @@ def test_a_small_view_of_a_large_array_is_not_small():
         kit.engine.spill_all()
         kit.engine.reap_all()
         assert kit.manager.keys_in(Tier.DISK) == ["view"]
+
+
+class Last:
+    """Looks, when it goes, at how long the list still is that it was in."""
+
+    def __init__(self, found):
+        self.found = found
+        self.ident = None
+
+    def __del__(self):
+        self.found += [len(each) for each in gc.get_objects() if id(each) == self.ident]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_long_list_is_let_go_in_pieces(kit, held):
+    """Nothing else runs while one piece goes, not even the event loop."""
+    found = []
+    value = [*([] for _ in range(25_000)), Last(found)]
+    value[-1].ident = id(value)
+    kit.manager.store("list", value, 10**6)
+    if not held:
+        del value
+    kit.manager.discard("list")
+    kit.engine.reap_all()
+    if held:
+        assert len(value) == 25_001, "somebody else has it"
+    else:
+        assert found == [15_001]

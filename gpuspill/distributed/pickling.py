@@ -8,19 +8,21 @@ distributed's, such as a future, is not dropped with the object: a value with su
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import cloudpickle
 from distributed import Actor, BaseActorFuture, Client, Event, Future, MultiLock, Queue, Semaphore, Variable
+from distributed.protocol.serialize import pickle_loads
 
 from gpuspill.classes import named
-from gpuspill.distributed.reductions import Reduce, reduce_registered, reduction_of, registration
+from gpuspill.distributed.reductions import Reduce, flat, reduce_registered, reduction_of, registration
 from gpuspill.errors import cut_loose
-from gpuspill.storage.base import Frame, FrameStream
+from gpuspill.storage.base import Buffer, Frame, FrameStream
 
-__all__ = ["pickled"]
+__all__ = ["pickled", "unpickled"]
 
 #: Bytes from which a buffer is a frame of its own. Smaller ones are cheaper to copy than to be told apart.
 _APART_NBYTES: Final = 4096
@@ -29,6 +31,9 @@ _WHOLE_NBYTES: Final = 192 * 1024
 #: Bytes in such pieces from which they are not copied into one frame, which would take their memory once more. A frame
 #: can be compressed, a stream of pieces cannot.
 _STREAM_NBYTES: Final = 64 * 2**20
+
+#: Bytes of a pickle from which it is read in pieces.
+_LONG_NBYTES: Final = 2**20
 
 #: What is bound to the client or worker of a process.
 _BOUND: Final = (Actor, BaseActorFuture, Client, Event, Future, MultiLock, Queue, Semaphore, Variable)
@@ -54,6 +59,37 @@ class _Pieces:
 
     def __contains__(self, text: bytes) -> bool:
         return any(text in piece for piece in self.pieces if len(piece) < _WHOLE_NBYTES)
+
+
+class _Reader:
+    """A file from which pickle reads, a frame of some 64 kB at a time.
+
+    Reading and writing pickles is one long call to Python's interpreter, which keeps its lock meanwhile: the event loop
+    would stand still for a second or more. It lets others have the lock when these methods are called.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._at = 0
+
+    def read(self, nbytes: int) -> bytes:
+        start, self._at = self._at, self._at + nbytes
+        return bytes(self._view[start : self._at])
+
+    def readinto(self, buffer: Any) -> int:
+        nbytes = memoryview(buffer).nbytes
+        start, self._at = self._at, self._at + nbytes
+        piece = self._view[start : self._at]
+        buffer[: piece.nbytes] = piece
+        return piece.nbytes
+
+    def readline(self) -> bytes:
+        at = self._at
+        while not (found := bytes(self._view[at : at + 256]).partition(b"\n"))[1] and found[0]:
+            at += 256
+        end = at + len(found[0]) + len(found[1])
+        start, self._at = self._at, end
+        return bytes(self._view[start:end])
 
 
 class _Stream(FrameStream):
@@ -185,6 +221,35 @@ def pickled(value: object) -> tuple[dict[str, Any], list[Frame]]:
             if by_value or not attempt.names_what_others_lack():
                 return attempt.outcome()
         by_value = True
+
+
+def unpickled(header: dict[str, Any], frames: Sequence[Buffer]) -> object:
+    """Return the value that distributed's ``pickle`` family, or :func:`pickled`, has made header and frames of.
+
+    Without holding the interpreter's lock all the time, if it is a long pickle.
+    """
+    view = flat(frames[0])
+    if view.nbytes < _LONG_NBYTES:
+        return pickle_loads(header, list(frames))
+    buffers = [
+        _flagged(memoryview(frame), writeable) for frame, writeable in zip(frames[1:], header["writeable"], strict=True)
+    ]
+    # The collector would look at all that is there again and again as the objects are made, four times as long as it
+    # takes to make them, and each time in one piece. Whatever another thread does about it meanwhile is lost.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return pickle.Unpickler(_Reader(view), buffers=buffers).load()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _flagged(piece: memoryview, writeable: bool) -> memoryview:
+    """Return a buffer that may be written to, or not."""
+    if not writeable:
+        return piece.toreadonly()
+    return memoryview(bytearray(piece)) if piece.readonly else piece
 
 
 def _told(error: Exception) -> str:

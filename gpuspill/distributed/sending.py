@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Parcel", "Receiver", "pack"]
 
+#: Bytes of a header up to which it is decoded on the event loop.
+_ON_LOOP_NBYTES = 64 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
@@ -133,6 +136,8 @@ class Parcel:
                 # Decoded for the receiver alone: putting it into the store would push something else out. Of a record
                 # that distributed's own buffer wrote, nobody but its own reader makes sense.
                 self.values[key] = await self._decoded(value, receiver)
+            elif receiver.form == "serialized" and len(value.header) > _ON_LOOP_NBYTES:
+                self.values[key] = await offload(wrap, value, receiver.form, type_of(key))
             else:
                 self.values[key] = wrap(value, receiver.form, type_of(key))
         if self._tier is not None:

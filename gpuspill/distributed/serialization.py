@@ -19,7 +19,7 @@ from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.serialize import deserialize, deserialize_bytes, serialize
 
 from gpuspill.classes import is_plain
-from gpuspill.distributed.pickling import pickled
+from gpuspill.distributed.pickling import pickled, unpickled
 from gpuspill.distributed.reductions import flat, keep_flag, registration
 from gpuspill.manager.serialization import Serialized
 from gpuspill.storage.base import Buffer, Frame
@@ -68,6 +68,8 @@ class DaskSerializer:
             return deserialize_bytes(frames[0])
         # Decoded anew each time: dask takes keys out of the header while it rebuilds collections.
         decoded = msgpack.unpackb(header, raw=False, use_list=False, strict_map_key=False)
+        if decoded.get("serializer") == "pickle" and "compression" not in decoded:
+            return unpickled(decoded, frames)
         return deserialize(decoded, list(frames))  # type: ignore[no-untyped-call]
 
 

@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
+from sys import getrefcount
 from typing import TYPE_CHECKING
 
 from gpuspill import forks
@@ -44,6 +45,8 @@ logger = logging.getLogger("gpuspill")
 
 #: Values below this size are let go where they are; above, on another thread (unmapping 32 MiB takes milliseconds).
 _REAP_NBYTES = 64 * 1024
+#: So many objects of a list are let go at a time.
+_PIECE = 10_000
 
 
 class Metadata:
@@ -286,7 +289,14 @@ class Metadata:
             engine.delete(partial(self._delete, receipts))
 
     def _release(self, values: list[object], loosened: list[int]) -> None:
-        values.clear()
+        while values:
+            value = values.pop()
+            # To let a list of many objects go is one long call, during which no other thread runs, the event loop's
+            # included. Of this one nobody else knows.
+            if type(value) is list and getrefcount(value) == 2:
+                while value:
+                    del value[-_PIECE:]
+            del value
         if loosened:
             with self as state:
                 state.loosen(loosened)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import gc
+import pickle
 
 import dask.array as da
 import msgpack
@@ -14,6 +16,7 @@ from distributed import Client, Event, Lock, Queue, Variable
 from distributed.protocol import serialize_bytelist
 from distributed.protocol.serialize import Serialize, Serialized, ToPickle, dask_deserialize, dask_serialize
 
+from gpuspill.distributed import pickling
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
 from gpuspill.storage.base import FrameStream, in_memory
 
@@ -384,3 +387,77 @@ class TestBoundObjects:
             for value in (item, [np.ones(10_000), {name: item}], np.array([item, None], dtype=object)):
                 with pytest.raises(TypeError, match="of which scheduler and client must know"):
                     DaskSerializer().dumps(value)
+
+
+# -- without holding the interpreter's lock all the time -----------------------------------------------------
+
+
+class Old:
+    """Refers to itself by name in lines, as the oldest pickles do."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_long_pickle_is_read_in_pieces(monkeypatch, protocol):
+    pieces = []
+
+    class Reader(pickling._Reader):
+        def read(self, nbytes):
+            pieces.append(nbytes)
+            return super().read(nbytes)
+
+    monkeypatch.setattr(pickling, "_Reader", Reader)
+    value = [[n, str(n), Old(n % 7)] for n in range(40_000)] + [b"x" * 200_000, "y" * 300_000, bytearray(100_000)]
+    header = {"serializer": "pickle", "writeable": ()}
+    pickled = pickle.dumps(value, protocol=protocol)
+    assert len(pickled) > 2**20
+    got = pickling.unpickled(header, [memoryview(pickled)])
+    assert [item[:2] for item in got[:-3]] == [item[:2] for item in value[:-3]]
+    assert [item[2].x for item in got[:-3]] == [n % 7 for n in range(40_000)]
+    assert got[-3:] == value[-3:]
+    if protocol >= 4:
+        assert len(pieces) > 10
+    assert gc.isenabled()
+
+
+def test_a_long_pickle_is_written_and_read_in_pieces(monkeypatch):
+    """Each piece lets other threads run, the event loop's above all."""
+    written, read = [], []
+
+    class Pieces(pickling._Pieces):
+        def write(self, piece):
+            written.append(len(piece))
+            super().write(piece)
+
+    class Reader(pickling._Reader):
+        def read(self, nbytes):
+            read.append(nbytes)
+            return super().read(nbytes)
+
+    monkeypatch.setattr(pickling, "_Pieces", Pieces)
+    monkeypatch.setattr(pickling, "_Reader", Reader)
+    value = [[n, str(n)] for n in range(100_000)] + [np.arange(10_000)]
+    got = through_disk(value)
+    assert got[:-1] == value[:-1]
+    assert got[-1].flags.writeable
+    np.testing.assert_array_equal(got[-1], value[-1])
+    assert max(written + read) < 2 * 64 * 1024
+    assert min(len(written), len(read)) > 10
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_reading_a_long_pickle_leaves_the_collector_as_it_was(enabled):
+    value = [[n, str(n)] for n in range(100_000)]
+    header, frames = DaskSerializer().dumps(value)
+    cut_off = memoryview(bytearray(frames[0])[:-1000])
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert DaskSerializer().loads(header, [bytearray(frames[0])]) == value
+        assert gc.isenabled() == enabled
+        with pytest.raises(Exception, match=r"truncated|Ran out of input"):
+            DaskSerializer().loads(header, [cut_off])
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 from types import ModuleType
 
 import dask
@@ -16,9 +17,10 @@ from distributed.client import FutureCancelledError
 from distributed.protocol import dask_deserialize, dask_serialize
 from distributed.utils_test import async_poll_for, gen_test
 
+from gpuspill.distributed import sending
 from gpuspill.distributed.attachment import SENDING_NBYTES
 from gpuspill.distributed.views import LostValue
-from gpuspill.distributed.wire import Wire, real_type
+from gpuspill.distributed.wire import Wire, real_type, wrap
 from gpuspill.errors import DataLostError
 from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.files import FileStore
@@ -186,6 +188,30 @@ async def test_arrays_that_were_sent_can_be_written_to(c, s, a, b):
     assert await c.submit(flags, x, workers=[b.address])
     await all_spilled(a)
     assert (await c.gather(x)).flags.writeable
+
+
+@gen_test()
+async def test_a_long_header_is_not_decoded_on_the_event_loop():
+    """As that of a value with 100,000 buffers, which a client gets as a header that distributed can add to."""
+    threads = []
+
+    def noted(*arguments):
+        threads.append(threading.get_ident())
+        return wrap(*arguments)
+
+    async with pair() as (c, _s, a, _b):
+        short = await c.scatter(np.ones(1000), workers=[a.address], hash=False)
+        long = c.submit(lambda: [np.ones(1000) for _ in range(1000)], workers=[a.address])
+        await wait(long)
+        await all_spilled(a)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sending, "wrap", noted)
+            patch.setattr(sending, "_ON_LOOP_NBYTES", 900)
+            got = await c.gather([short, long])
+        assert len(got[1]) == 1000
+        loop = threading.get_ident()
+        assert sorted(thread == loop for thread in threads) == [False, True]
+        await quiet(a)
 
 
 def test_large_values_are_sent_without_a_copy(network, monkeypatch):
