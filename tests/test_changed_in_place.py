@@ -136,6 +136,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, program: Program) -> Iterator[None]
         yield
 
 
+@pytest.mark.fault("changed in place meanwhile", on="host→disk", outcome="whole, changed or unchanged")
 @pytest.mark.parametrize("read_before", [False, True], ids=["new", "read back"])
 @pytest.mark.parametrize("keep_clean", [True, False], ids=["default", "clean-copies: false"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,6 +39,9 @@ def run(*arguments):
     assert done.stdout == "whole\n", done.stderr[-5000:]
 
 
+@pytest.mark.fault(
+    "process forked", on=("host→disk", "disk→host", "release", "close"), outcome="the parent's values stay whole"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "_exit", "kill"])
 @pytest.mark.parametrize("what", ["park", "read", "delete", "drop", "close", "ask"])
@@ -99,6 +102,7 @@ class TestReading:
     def test_grandchildren(self, manager):
         in_child(lambda: in_child(lambda: manager.get("disk").sum()))
 
+    @pytest.mark.fault("process forked", on="release", outcome="an error in the child")
     def test_what_the_parent_has_removed_since_is_an_error_that_says_what_to_do(self, manager):
         read, write = os.pipe()
 
@@ -141,6 +145,7 @@ class TestReading:
         manager.store_encoded("encoded", Encoded(header, frames, 80))
         in_child(lambda: np.testing.assert_array_equal(manager.get("encoded"), 5))
 
+    @pytest.mark.fault("process forked", on=("host→device"), outcome="an error in the child")
     def test_a_device_is_not_for_children(self, tmp_path):
         from gpuspill.config import Settings
         from gpuspill.distributed.factory import build_store
@@ -225,6 +230,7 @@ class TestChangingNothing:
 class TestMoments:
     """A fork while the very thread that forks is in the middle of something, or another one is."""
 
+    @pytest.mark.fault("process forked", on=("host→disk", "disk→host"), outcome="both go on")
     @pytest.mark.parametrize("operation", ["write", "read"])
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_in_the_middle_of_a_move(self, operation, when):

@@ -60,7 +60,7 @@ FAULTS: Mapping[str, str] = {
     "remove-directory": "remove the spill directory of a worker",
     "full": "let no file of a worker grow beyond 64 KiB",
     "refuse": "let writes of a worker's store fail (no space left on device)",
-    "unreadable": "let reads of a worker's store fail (input/output error)",
+    "unreadable": "let two of six reads of a worker's store fail, in a row (input/output error)",
     "slow": "make each file operation of a worker's store 50 ms slower",
 }
 """The kinds of faults, and what each does."""

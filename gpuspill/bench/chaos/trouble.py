@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import itertools
 import json
 import logging
 import os
@@ -32,6 +33,10 @@ SLOW = 0.05
 """Seconds that an operation takes longer on a slow disk."""
 
 
+_UNREADABLE, _READS = 2, 6
+"""Of so many reads of an unreadable disk so many fail, in a row: once would only be tried again."""
+
+
 def make_trouble(directory: Path, pid: int, *kinds: str) -> None:
     """Leave a note for the store of a process; without any kind of trouble, all is well again."""
     note, draft = _note(directory, pid), directory / f"trouble-{pid}.draft"
@@ -43,8 +48,8 @@ def _note(directory: Path, pid: int) -> Path:
     return directory / f"trouble-{pid}"
 
 
-def _trouble(directory: Path, operation: str) -> BaseException | None:
-    """Wait if the note says so, and return what is to be raised in an operation."""
+def _trouble(directory: Path, operation: str, number: int) -> BaseException | None:
+    """Wait if the note says so, and return what is to be raised in an operation, with the number of its kind."""
     try:
         kinds = json.loads(_note(directory, os.getpid()).read_text())
     except OSError:
@@ -53,13 +58,9 @@ def _trouble(directory: Path, operation: str) -> BaseException | None:
         time.sleep(SLOW)
     if "refuse" in kinds and operation == "write":
         return StorageFull(errno.ENOSPC, "no space left on the device (so says gpuspill bench chaos)")
-    if "unreadable" in kinds and operation == "read":
+    if "unreadable" in kinds and operation == "read" and number % _READS < _UNREADABLE:
         return StorageError(errno.EIO, "input/output error (so says gpuspill bench chaos)")
     return None
-
-
-def _fault(directory: Path, operation: str, number: int) -> BaseException | None:
-    return _trouble(directory, operation)
 
 
 class TroubledFiles(DelayedFiles):
@@ -74,23 +75,23 @@ class TroubledFiles(DelayedFiles):
     """
 
     def __init__(self, files: MutableMapping[str, Any], directory: Path) -> None:
-        super().__init__(files, 0.0, partial(_raise, directory, "delete"))
+        super().__init__(files, 0.0, lambda _: self._raise("delete"))
         self._directory = directory
+        self._operations = itertools.count(1)
 
     def __getitem__(self, key: str) -> Any:
-        _raise(self._directory, "read")
+        self._raise("read")
         return self._files[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        _raise(self._directory, "write")
+        self._raise("write")
         self._files[key] = value
 
-
-def _raise(directory: Path, operation: str, seconds: float = 0.0) -> None:
-    error = _trouble(directory, operation)
-    if error is not None:
-        # As the system would report it.
-        raise OSError(*error.args)
+    def _raise(self, operation: str) -> None:
+        error = _trouble(self._directory, operation, next(self._operations))
+        if error is not None:
+            # As the system would report it.
+            raise OSError(*error.args)
 
 
 class Troubled(WorkerPlugin):
@@ -120,7 +121,7 @@ class Troubled(WorkerPlugin):
             slow = cast("Any", data).slow.data  # as in gpuspill.bench.delay
             slow.d = TroubledFiles(slow.d, self._directory)
         elif (records := getattr(data, "records", None)) is not None:
-            records.store = FaultyStore(records.store, partial(_fault, self._directory))
+            records.store = FaultyStore(records.store, partial(_trouble, self._directory))
 
     def teardown(self, worker: Worker) -> None:
         """Take the notes away."""
