@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import UserDict
 from dataclasses import FrozenInstanceError, fields
 from datetime import timedelta
 from decimal import Decimal
@@ -100,6 +101,10 @@ DEVICE_LIMIT = {
     "good": [("auto", "auto"), *((value, None) for value in NO_BYTES), (0.5, 0.5), ("20 GB", 20 * 10**9), (1024, 1024)],
     "bad": ["lots", "5 apples", -1, True, [], {}, object(), NAN, INF],
 }
+STORE = {
+    "good": [*((value, None) for value in OFF), (dict, dict), (" collections:UserDict ", UserDict)],
+    "bad": ["files", ":name", "module:", 7, [], {}, 1.5, object()],
+}
 
 OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "host_limit": ("auto", LIMIT),
@@ -117,6 +122,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "device": ("auto", DEVICE),
     "device_memory_limit": ("auto", DEVICE_LIMIT),
     "gds": (None, GDS),
+    "store": (None, STORE),
 }
 
 

@@ -9,9 +9,10 @@ for a feature.
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from decimal import Decimal
@@ -77,6 +78,11 @@ class Settings:
         ``distributed.worker.memory.spill`` does.
     storage_delay
         Seconds to add to every file operation: shows how a job behaves on a slow disk.
+    store
+        Where records go instead of files below the spill directory. A function, or where to import it from
+        (``"package.module:function"``). It is called in the worker's process with the path of the spill directory, and
+        returns a :class:`~gpuspill.storage.base.Store` or any ``MutableMapping[str, bytes]``, such as a ``zict.File``
+        or an ``fsspec.get_mapper("s3://...")``. None: files.
     """
 
     host_limit: int | Literal["auto"] | None = "auto"
@@ -94,6 +100,7 @@ class Settings:
     gds: str | None = None
     follow_process_memory: bool = True
     storage_delay: float = 0.0
+    store: Callable[[str], Any] | None = None
 
     @classmethod
     def load(cls, **options: object) -> Settings:
@@ -271,6 +278,24 @@ def _seconds(name: str, value: Any) -> float:
     return seconds
 
 
+def _factory(name: str, value: Any) -> Callable[[str], Any] | None:
+    if _off(value):
+        return None
+    expected = "a function, or where to import it from such as 'package.module:function'"
+    found = value
+    if isinstance(value, str):
+        module, _, attribute = value.strip().partition(":")
+        if not module or not attribute:
+            raise _fail(name, value, expected)
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"gpuspill.{name}: {value!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise _fail(name, value, expected)
+    return found  # type: ignore[no-any-return]
+
+
 _PARSERS: Mapping[str, Any] = {
     "host_limit": _limit,
     "max_spill": _limit,
@@ -287,6 +312,7 @@ _PARSERS: Mapping[str, Any] = {
     "gds": _gds,
     "follow_process_memory": _switch,
     "storage_delay": _seconds,
+    "store": _factory,
 }
 
 

@@ -60,6 +60,7 @@ _FIXED = (
     "device",
     "gds",
     "storage_delay",
+    "store",
 )
 
 
@@ -284,7 +285,10 @@ class Attachment:
 
     async def close(self) -> None:
         """Close the store. Idempotent."""
-        await asyncio.to_thread(self.store.close)
+        try:
+            await asyncio.to_thread(self.store.close)
+        except RuntimeError:  # Python is ending and has stopped that pool of threads
+            self.store.close()
 
 
 def attach(worker: Any, **options: object) -> SpillStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 from typing import Any
 
 import dask.config
@@ -23,6 +24,7 @@ from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.codecs import CodecChooser
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.filesystems import IN_MEMORY, file_system_type
+from gpuspill.storage.mapping import MappingStore
 from gpuspill.storage.patient import PatientStore
 from gpuspill.storage.wrappers import DelayedStore
 from gpuspill.tier import DeviceTier
@@ -52,29 +54,23 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     Raises
     ------
     ConfigError
-        The compression is unknown or not installed, or the device, or GPUDirect Storage, cannot be had.
+        The compression is unknown or not installed, the device or GPUDirect Storage cannot be had, or what
+        ``gpuspill.store`` made is no store. What making it raises is passed on.
     StorageError
         The directory cannot be written to.
     """
     device = find_device(settings)
     past_host = find_past_host(settings, device, settings.spill_directory or directory)
     metrics = Metrics()
-    compression, setting = _compression(settings)
-    files: Store = FileStore(
-        settings.spill_directory or directory,
-        named="gpuspill.spill-directory" if settings.spill_directory else LOCAL_DIRECTORY,
-        codecs=CodecChooser(compression, compressions, named=setting),
-        metrics=metrics,
-        sweep=False,  # takes as long as there are leftovers; attaching does it in the background
-    )
-    _warn_of_memory(settings.spill_directory or directory)
+    files = _records(settings, settings.spill_directory or directory, metrics)
+    tells = isinstance(files, FileStore | MappingStore)
     if settings.storage_delay:
         files = DelayedStore(files, settings.storage_delay)
     pool = BufferPool(settings.buffer_pool)
 
     def observe(label: str, value: float, unit: str, /) -> None:
-        # The file store tells of disk I/O itself, without the time in codecs and checksums.
-        if not label.startswith("disk-"):
+        # Stores of gpuspill's own tell of disk I/O themselves, without the time in codecs and checksums.
+        if not (tells and label.startswith("disk-")):
             metrics(label, value, unit)
 
     records = AdoptingStore(files, metrics)
@@ -116,6 +112,29 @@ def _warn_of_memory(directory: str) -> None:
             directory,
             kind,
         )
+
+
+def _records(settings: Settings, directory: str, metrics: Metrics) -> Store:
+    """Return where records go: files in `directory`, or what the settings name."""
+    if settings.store is None:
+        compression, setting = _compression(settings)
+        _warn_of_memory(directory)
+        return FileStore(
+            directory,
+            named="gpuspill.spill-directory" if settings.spill_directory else LOCAL_DIRECTORY,
+            codecs=CodecChooser(compression, compressions, named=setting),
+            metrics=metrics,
+            sweep=False,  # takes as long as there are leftovers; attaching does it in the background
+        )
+    made = settings.store(directory)
+    if isinstance(made, Store):
+        return made
+    if isinstance(made, MutableMapping):
+        return MappingStore(made, metrics=metrics)
+    raise ConfigError(
+        f"gpuspill.store: {settings.store!r} returned {type(made).__module__}.{type(made).__qualname__}; expected a "
+        "gpuspill.storage.base.Store or a MutableMapping[str, bytes]"
+    )
 
 
 def check_compression(settings: Settings) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -44,8 +44,9 @@ def in_force(worker: Any) -> Rows:
     attachment: Attachment = worker._gpuspill
     store, options = attachment.store, attachment.settings
     device = None if store.tier is None else store.tier.device
+    given = _shown(options)
     resolved = {
-        **asdict(options),
+        **given,
         "host_limit": attachment.thresholds.limit,
         "max_spill": internals.max_spill(worker, options),
         "spill_directory": options.spill_directory or worker.local_directory,
@@ -54,10 +55,14 @@ def in_force(worker: Any) -> Rows:
         "follow_process_memory": attachment.thresholds.follows_process,
     }
     found = origins(options)
-    return {
-        name: {"value": value, "in_force": resolved[name], "origin": found[name]}
-        for name, value in asdict(options).items()
-    }
+    return {name: {"value": value, "in_force": resolved[name], "origin": found[name]} for name, value in given.items()}
+
+
+def _shown(options: Settings) -> dict[str, Any]:
+    """Return options as values that mean something on other machines: of a function its name."""
+    store = options.store
+    name = None if store is None else f"{store.__module__}:{getattr(store, '__qualname__', type(store).__qualname__)}"
+    return {**asdict(replace(options, store=None)), "store": name}
 
 
 def announce_settings(worker: Any) -> None:
@@ -118,7 +123,7 @@ def here() -> list[tuple[str, Rows]]:
     """
     options = Settings.load()
     found = origins(options, configured_files())
-    rows = {name: {"value": value, "in_force": value, "origin": found[name]} for name, value in asdict(options).items()}
+    rows = {name: {"value": value, "in_force": value, "origin": found[name]} for name, value in _shown(options).items()}
     return [("Settings here; what is 'auto' is found out by each worker", rows)]
 
 

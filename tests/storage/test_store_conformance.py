@@ -3,12 +3,15 @@
 import tempfile
 import zlib
 
+import fsspec
 import pytest
+import zict
 from hypothesis import settings
 
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.codecs import Codec, CodecChooser
 from gpuspill.storage.files import FileStore
+from gpuspill.storage.mapping import MappingStore
 from gpuspill.storage.patient import PatientStore
 from gpuspill.storage.wrappers import DelayedStore, FaultyStore, WrapperStore
 from gpuspill.testing.store_tests import StoreMachine, StoreTests
@@ -42,6 +45,33 @@ class TestCompressingFileStore(StoreTests):
     def quota_store(self, tmp_path):
         with FileStore(tmp_path, quota=100_000, codecs=always_compress()) as store:
             yield store
+
+
+class TestMappingStoreInADict(StoreTests):
+    @pytest.fixture
+    def store(self):
+        records: dict[str, bytes] = {"somebody's": b"else"}
+        with MappingStore(records) as store:
+            yield store
+        assert records == {"somebody's": b"else"}
+
+
+class TestMappingStoreInZictFile(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path):
+        with MappingStore(zict.File(tmp_path)) as store:
+            yield store
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestMappingStoreInFsspec(StoreTests):
+    @pytest.fixture(params=["memory://records", "file"])
+    def store(self, request, tmp_path):
+        url = f"file://{tmp_path}" if request.param == "file" else request.param
+        mapper = fsspec.get_mapper(url, create=True)
+        with MappingStore(mapper) as store:
+            yield store
+        assert list(mapper) == []
 
 
 class TestMemoryStore(StoreTests):
