@@ -4,6 +4,9 @@ What is looked into: lists, tuples and dictionaries (their values), their subcla
 dictionaries), and instances of dataclasses (their fields), frozen and slotted ones included. Everything else is offered
 to whoever replaces and otherwise left alone: sets too, since what is in them has been hashed.
 
+Most values have nothing that is of interest, and some have a great many parts. So :func:`kinds` looks at types only, a
+level at a time, and :func:`replace` looks at the rest one by one.
+
 A container is rebuilt only if something below it was replaced, and keeps its type. What shares a container before
 shares one afterwards, and a value may contain itself. The depth does not matter: nothing here recurses.
 """
@@ -12,12 +15,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain
 from typing import Any, Final
 
 from gpuspill.classes import attribute_of, identities, named
 
-__all__ = ["replace"]
+__all__ = ["kinds", "replace"]
 
 #: Never of interest, and most of what large lists consist of.
 _PLAIN: Final = identities(bool, bytearray, bytes, complex, float, int, str, type(None))
@@ -26,7 +30,60 @@ _MISSING: Final = object()
 _FIELDS: Final = "__dataclass_fields__"
 
 
-def replace(value: Any, replacement: Callable[[Any], Any]) -> Any:
+#: How to get at the parts of the containers that most values are made of, without a step of Python's for each.
+_FAST: Final[dict[int, Callable[[Any], Iterable[Any]]]] = {
+    id(list): list.__iter__,
+    id(tuple): tuple.__iter__,
+    id(dict): dict.values,
+}
+
+
+def kinds(value: Any) -> dict[int, type]:
+    """Return the types of all that is in a value and is neither a container nor a plain scalar, by their identity.
+
+    Parameters
+    ----------
+    value
+        Anything. It is looked into as :func:`replace` does.
+
+    Notes
+    -----
+    Runs no code of the value's types but that of dataclasses' attributes. Takes some hundredths of a microsecond for a
+    part that is no container.
+    """
+    found: dict[int, type] = {}
+    seen: set[int] = set()
+    made: list[list[Any]] = []  # some containers make their parts when asked; identities are of what is alive
+    level = [value]
+    while level:
+        inside: list[Any] = []
+        idents = set(map(id, map(type, level)))
+        for ident in idents:
+            if ident in _PLAIN or ident in found:
+                continue
+            first = next(part for part in level if id(type(part)) == ident)
+            if ident not in _FAST and not _is_container(first):
+                found[ident] = type(first)
+                continue
+            same = level if len(idents) == 1 else [part for part in level if id(type(part)) == ident]
+            # Each once: what is shared, or contains itself, would be looked into without end.
+            new = set(map(id, same))
+            if len(new) < len(same) or not seen.isdisjoint(new):
+                same = list({id(part): part for part in same if id(part) not in seen}.values())
+            # The smaller one into the larger: a value may be deep, or wide.
+            small, seen = (new, seen) if len(new) < len(seen) else (seen, new)
+            seen |= small
+            parts = _FAST.get(ident)
+            if parts is not None:
+                inside += chain.from_iterable(map(parts, same))
+            else:
+                inside += [part for container in same for _, part in _parts(container)]
+                made.append(inside)
+        level = inside
+    return found
+
+
+def replace(value: Any, replacement: Callable[[Any], Any], boring: Container[int] = ()) -> Any:
     """Return `value` with everything replaced that somebody wants replaced; `value` itself if that is nothing.
 
     Parameters
@@ -36,6 +93,8 @@ def replace(value: Any, replacement: Callable[[Any], Any]) -> Any:
     replacement
         ``replacement(item)`` is called once for each object in it that is neither a container nor a plain scalar, and
         returns the object itself, to leave it alone, or what takes its place.
+    boring
+        Identities of types whose objects are never offered; of those that :func:`kinds` returned for this value.
 
     Raises
     ------
@@ -43,8 +102,8 @@ def replace(value: Any, replacement: Callable[[Any], Any]) -> Any:
         A container that would have to be rebuilt cannot be: its type does not let itself be copied.
     """
     if not _is_container(value):
-        return value if id(type(value)) in _PLAIN else replacement(value)
-    found = _Findings(value, replacement)
+        return value if id(type(value)) in _PLAIN or id(type(value)) in boring else replacement(value)
+    found = _Findings(value, replacement, boring)
     return found.rebuild(value) if found.replaced else value
 
 
@@ -74,7 +133,7 @@ def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
 class _Findings:
     """What is in a value: its containers, what is replaced in them, and which have to be rebuilt."""
 
-    def __init__(self, root: Any, replacement: Callable[[Any], Any]) -> None:
+    def __init__(self, root: Any, replacement: Callable[[Any], Any], boring: Container[int]) -> None:
         # By identity; the objects are kept alive with it, since some containers make their parts when asked.
         self.items: dict[int, Any] = {id(root): root}
         self.replaced: dict[int, Any] = {}
@@ -85,7 +144,8 @@ class _Findings:
         while stack:
             container = stack.pop()
             for _, part in _parts(container):
-                if id(type(part)) in _PLAIN:
+                kind = id(type(part))
+                if kind in _PLAIN or kind in boring:
                     continue
                 ident = id(part)
                 if ident in self.items:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspill.walk import replace
+from gpuspill.walk import kinds, replace
 
 
 class Thing:
@@ -207,3 +207,56 @@ def test_any_tree(tree):
     assert type(result) is type(model(tree))
     back = replace(result, lambda item: item)
     assert back is result
+
+
+# -- types only -------------------------------------------------------------------------------------
+
+
+def offered(value):
+    """The types of what is offered when it is looked at one by one."""
+    found = []
+    replace(value, lambda item: (found.append(type(item)), item)[1])
+    return {id(cls): cls for cls in found}
+
+
+@given(trees)
+def test_kinds_are_the_types_of_what_is_offered(tree):
+    assert kinds(tree) == offered(tree)
+
+
+def test_kinds_of_odd_values():
+    loop = [Thing()]
+    loop += [loop, (loop, {"loop": loop})]
+    late = Late(Thing())
+    for value in (
+        5,
+        Thing(),
+        loop,
+        [late],
+        Mock(spec=list),
+        [{1}, Tagged([2.5, Slotted(Thing())])],
+        OrderedDict(a=object()),
+    ):
+        assert kinds(value) == offered(value)
+
+
+def test_what_is_shared_is_looked_into_once():
+    """Thirty levels, each twice the one below: a thousand million paths."""
+    value = [Thing()]
+    for _ in range(30):
+        value = [value, value]
+    assert kinds(value) == {id(Thing): Thing}
+
+
+def test_kinds_of_what_is_deep():
+    value = Thing()
+    for _ in range(5000):
+        value = [({"k": value},)]
+    assert kinds(value) == {id(Thing): Thing}
+
+
+def test_what_is_boring_is_not_offered():
+    asked = []
+    replace([Thing(), {1, 2}, [frozenset()]], lambda item: (asked.append(type(item)), item)[1], {id(set)})
+    assert asked == [Thing, frozenset]
+    assert replace({1}, lambda item: pytest.fail("asked"), {id(set)}) == {1}

@@ -52,6 +52,9 @@ class Disassembler:
 
         What fails while it is taken apart stays whole.
         """
+        boring = self._boring(value)
+        if boring is None:
+            return value
         units: dict[Unit, None] = {}
         leaves: dict[int, Leaf | Composite] = {}  # by the identity of what the value keeps alive
         find, externals = self._finder.find, external_types()
@@ -71,7 +74,7 @@ class Disassembler:
             return leaf
 
         try:
-            tree = replace(value, stand_in)
+            tree = replace(value, stand_in, boring)
         except BaseException as error:
             self._book.dead.append((False, tuple(units)))
             self._settle()
@@ -81,6 +84,14 @@ class Disassembler:
             logger.debug("cannot take a value of type %s apart", named(type(value)), exc_info=True)
             return value
         return self._book.skeleton(tree, tuple(units)) if units else value
+
+    def _boring(self, value: Any) -> set[int] | None:
+        try:
+            return self._finder.boring(value)
+        except Exception:
+            # Looking into somebody's types runs their code; what cannot be looked into stays whole.
+            logger.debug("cannot look into a value of type %s", named(type(value)), exc_info=True)
+            return None
 
     def _array(self, item: Any, found: ArrayDescription, units: dict[Unit, None]) -> Leaf | None:
         """Return what stands for an array or an opaque object, whose unit `units` then has; None if it has to stay."""
@@ -120,6 +131,9 @@ class Disassembler:
 
     def new_nbytes(self, value: Any) -> int:
         """Bytes of the memory that a value has on the device and that is not known yet, each allocation once."""
+        boring = self._boring(value)
+        if boring is None:
+            return 0
         found: dict[Any, int] = {}
         finder, book, externals = self._finder, self._book, external_types()
 
@@ -144,7 +158,7 @@ class Disassembler:
             return item
 
         try:
-            replace(value, look)
+            replace(value, look, boring)
         except Exception:
             return 0  # nothing of it will be known
         return sum(found.values())

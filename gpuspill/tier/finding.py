@@ -6,11 +6,12 @@ import logging
 from enum import Enum
 from typing import Any, Literal
 
-from gpuspill.classes import named
+from gpuspill.classes import attribute_of, named
 from gpuspill.device.arrays import ArrayAdapter, ArrayDescription, ArrayRegistry
 from gpuspill.device.port import Device
 from gpuspill.errors import cut_loose
 from gpuspill.tier.composites import Families
+from gpuspill.walk import kinds
 
 __all__ = ["Finder", "Kind"]
 
@@ -44,6 +45,23 @@ class Finder:
         self._device = device
         self._registry = registry
         self._families = families
+
+    def boring(self, value: Any) -> set[int] | None:
+        """Return the identities of the types in a value whose objects have nothing on the device, as far as types tell.
+
+        None if that are all of them.
+        """
+        found = kinds(value)
+        boring = {ident for ident, cls in found.items() if not self._concerns(cls)}
+        return None if len(boring) == len(found) else boring
+
+    def _concerns(self, cls: type) -> bool:
+        adapter = self._registry.adapter(cls)
+        if adapter is not None:
+            return adapter.on_device
+        if attribute_of(cls, "__cuda_array_interface__") is not None:
+            return True
+        return self._families is not None and self._families.takes_apart(cls)
 
     def find(self, item: Any) -> ArrayDescription | Literal[Kind.COMPOSITE] | None:
         """Describe an array on the device, or say that an object is for the families to take apart.

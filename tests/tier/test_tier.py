@@ -1,15 +1,18 @@
 """The device tier over a host manager and a store in memory, on the simulated device: no cluster."""
 
 import dataclasses
+import datetime
 import gc
 import logging
 import threading
 import weakref
+from decimal import Decimal
 
 import numpy as np
 import pytest
 
 from gpuspill import simulated
+from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.port import CopyPlan, DeviceError
 from gpuspill.errors import DataLostError, ManagerClosed
 from gpuspill.manager import ProxifyManager
@@ -829,3 +832,26 @@ def test_nothing_is_kept_by_the_tier_after_the_last_key(rig):
     assert not rig.tier._book._known
     assert not rig.tier._book._left
     assert not rig.tier._book._units
+
+
+def test_large_containers_are_told_by_their_types(rig, monkeypatch):
+    """What has nothing on the device is not looked at one by one; nor is the rest of what has something there."""
+    asked = []
+    described = ArrayRegistry.describe
+
+    def describe(registry, item):
+        asked.append(item)
+        return described(registry, item)
+
+    monkeypatch.setattr(ArrayRegistry, "describe", describe)
+    numbers = list(np.arange(1000.0))
+    for value in (numbers, [{"a": number} for number in numbers], [datetime.datetime(2020, 1, 1)] * 1000, Decimal(1)):
+        assert rig.tier.new_nbytes(value) == 0
+        assert rig.tier.proxify(value) is value
+    assert not asked
+    array = asarray(np.ones(10))
+    skeleton = rig.tier.proxify([numbers, array])
+    assert all(item is array for item in asked)
+    whole, again = rig.tier.resolve(skeleton)
+    assert whole is numbers
+    assert again is array
