@@ -578,6 +578,16 @@ API cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t n, CUstream s)
 API cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t n, CUstream s) { ENTER(CONTEXT); LEAVE(copy(to, (void *)from, n, s, 0)); }
 API cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t n, CUstream s) { ENTER(CONTEXT); LEAVE(copy((void *)to, (void *)from, n, s, 0)); }
 API cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t n, CUstream s) { ENTER(CONTEXT); LEAVE(copy((void *)to, (void *)from, n, s, 0)); }
+#if CUDA_VERSION >= 13000
+API cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *n, size_t count, CUmemcpyAttributes *attributes,
+                          size_t *first, size_t number, CUstream s) {
+    ENTER(CONTEXT);
+    CUresult result = CUDA_SUCCESS;
+    (void)attributes, (void)first, (void)number;
+    for (size_t i = 0; i < count && !result; i++) result = copy((void *)to[i], (void *)from[i], n[i], s, 0);
+    LEAVE(result);
+}
+#endif
 API cuMemsetD8_v2(CUdeviceptr to, unsigned char v, size_t n) { ENTER(CONTEXT); LEAVE(fill(to, v, n, NULL)); }
 API cuMemsetD8Async(CUdeviceptr to, unsigned char v, size_t n, CUstream s) { ENTER(CONTEXT); LEAVE(fill(to, v, n, s)); }
 
@@ -889,6 +899,26 @@ API cuDevicePrimaryCtxGetState(CUdevice d, unsigned *flags, int *active) {
     LEAVE(CUDA_SUCCESS);
 }
 API cuDevicePrimaryCtxSetFlags_v2(CUdevice d, unsigned flags) { (void)d, (void)flags; ENTER(INITIALISED); LEAVE(CUDA_SUCCESS); }
+static CUresult create(CUcontext *found, CUdevice d) {
+    context *made = calloc(1, sizeof *made);
+    if (d < 0 || d >= device_count || depth == 32) return CUDA_ERROR_INVALID_DEVICE;
+    made->device = &devices[d];
+    *found = stack[depth++] = (CUcontext)made;
+    return CUDA_SUCCESS;
+}
+API cuCtxCreate_v2(CUcontext *c, unsigned flags, CUdevice d) { ENTER(INITIALISED); (void)flags; LEAVE(create(c, d)); }
+#if CUDA_VERSION >= 13000
+API cuCtxCreate_v4(CUcontext *c, CUctxCreateParams *parameters, unsigned flags, CUdevice d) {
+    ENTER(INITIALISED);
+    (void)parameters, (void)flags;
+    LEAVE(create(c, d));
+}
+#endif
+API cuCtxDestroy_v2(CUcontext c) {
+    ENTER(INITIALISED);
+    if (depth && stack[depth - 1] == c) depth--;
+    LEAVE(CUDA_SUCCESS);
+}
 API cuCtxPushCurrent_v2(CUcontext c) {
     ENTER(INITIALISED);
     if (!c || depth == 32) LEAVE(CUDA_ERROR_INVALID_CONTEXT);
