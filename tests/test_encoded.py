@@ -309,9 +309,9 @@ def test_pin_leaves_out_what_is_unknown_and_asks_for_no_room() -> None:
     statistics = kit.manager.statistics()
     assert statistics.pinned_nbytes == 0 or statistics.host_nbytes == 0
     assert (statistics.reserved_nbytes, statistics.waiting) == (0, 0)
-    assert kit.manager.missing_nbytes(pins) == NBYTES
+    assert kit.manager.missing_nbytes(pins.pids) == NBYTES
     kit.manager.get("x")
-    assert kit.manager.missing_nbytes(pins) == 0
+    assert kit.manager.missing_nbytes(pins.pids) == 0
     kit.manager.evict_all()
     assert kit.manager.is_resident("x")  # pinned
     pins.release()

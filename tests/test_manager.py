@@ -199,7 +199,7 @@ def test_what_two_keys_of_one_value_miss_is_counted_once(kit):
     del value
     kit.spill("x", "y")
     with kit.manager.pin(["x", "y"]) as pins:
-        assert kit.manager.missing_nbytes(pins) == 700
+        assert kit.manager.missing_nbytes(pins.pids) == 700
 
 
 def test_values_on_their_way_back_and_lost_ones_are_in_no_tier(kit):

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from gpuspill.classes import is_instance
+from gpuspill.core.policy import Order
 from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
@@ -19,7 +20,11 @@ __all__ = ["gather"]
 
 
 def gather(
-    manager: ProxifyManager, tier: DeviceTier | None, keys: Collection[Hashable], missing: Literal["raise", "omit"]
+    manager: ProxifyManager,
+    tier: DeviceTier | None,
+    keys: Collection[Hashable],
+    missing: Literal["raise", "omit"],
+    order: Order = (),
 ) -> Awaitable[dict[Hashable, Any]]:
     """Return a future of the values of some keys; see :meth:`gpuspill.distributed.mapping.SpillStore.async_get`.
 
@@ -29,12 +34,12 @@ def gather(
         Holds the values.
     tier
         Holds what they have on a device.
-    keys, missing
+    keys, missing, order
         As there.
     """
     result: asyncio.Future[dict[Hashable, Any]] = asyncio.get_running_loop().create_future()
     try:
-        source = manager.get_many(keys, missing=missing)
+        source = manager.get_many(keys, missing=missing, order=order)
     except KeyError as error:
         result.set_exception(error)
         return result

@@ -19,7 +19,9 @@ from distributed.spill import SpillBuffer
 from tornado.ioloop import IOLoop
 
 from gpuspill.config import Settings
+from gpuspill.core.policy import Order
 from gpuspill.distributed import internals
+from gpuspill.distributed.askers import Askers
 from gpuspill.distributed.dashboard import show_worker
 from gpuspill.distributed.dask_cuda import adopted_options
 from gpuspill.distributed.devices import device_limit
@@ -86,6 +88,8 @@ class Attachment:
         The part of it that is on the device.
     window
         Bounds what is read from disk for sending.
+    askers
+        Those who ask for room.
 
     Notes
     -----
@@ -112,6 +116,7 @@ class Attachment:
             in_background=self.in_background,
             pool=store.pool,
         )
+        self.askers = Askers(store.manager, partial(internals.urgency, worker), self._loop.add_callback)
         self.hints = Hints(
             store.manager if store.tier is None else TieredUses(store.manager, store.tier),
             needed=self._is_tight,
@@ -121,6 +126,8 @@ class Attachment:
             depth=settings.prefetch,
             soon=self._loop.add_callback,
             on_close=self.close,
+            on_begin=self.askers.look_again,
+            on_secede=self.askers.seceded,
         )
         self.configure(settings)
 
@@ -177,8 +184,8 @@ class Attachment:
     def _in_memory(self) -> int:
         return self.store.manager.memory_total() + max(0, self.follower.offset)
 
-    def admit(self, key: Hashable, prefix: str, inputs: Collection[Hashable]) -> Job | None:
-        """Pin the inputs of a task and reserve room; None if it can simply run."""
+    def admit(self, key: Hashable, prefix: str, inputs: Collection[Hashable], order: Order = ()) -> Job | None:
+        """Pin the inputs of a task and reserve room; None if it can simply run. A smaller `order` is more urgent."""
         expected = self.sizes.expected(prefix)
         manager, tier = self.store.manager, self.store.tier
         if tier is not None:
@@ -194,7 +201,7 @@ class Attachment:
         # across others, which must not be read on the event loop.
         inputs = [name for name in inputs if name in manager]
         try:
-            admission = manager.admit(key, inputs, expected)
+            admission = manager.admit(key, inputs, expected, order=order)
         except KeyError:
             return None  # on another thread, just now
         wait = self.settings.admission
@@ -202,7 +209,7 @@ class Attachment:
             return Job(manager, admission, wait=wait)
         try:
             arriving = {name: nbytes for name in inputs if (nbytes := manager.arriving_nbytes(name))}
-            device_admission = tier.admit(key, map(manager.look, inputs), on_device, arriving)
+            device_admission = tier.admit(key, map(manager.look, inputs), on_device, arriving, order)
         except KeyError:
             admission.release()
             return None
@@ -225,13 +232,14 @@ class Attachment:
             self.sizes.learn(prefix, max(0, nbytes - on_device))
         return nbytes
 
-    def expect(self, incoming: Mapping[Hashable, int]) -> Admission | None:
-        """Reserve room for a transfer: sizes in bytes by key. None if it can simply come."""
+    def expect(self, incoming: Mapping[Hashable, int], source: str) -> Admission | None:
+        """Reserve room for a transfer from a worker: sizes in bytes by key. None if it can simply come."""
         nbytes = sum(incoming.values())
         if not self.settings.admission or self.at_ease((), self._threads * nbytes):
             return None
         self.hints.follow()
-        return self.store.manager.reserve(nbytes, outputs=incoming)
+        order = internals.urgency(self._worker, incoming, source)
+        return self.store.manager.reserve(nbytes, order=order, outputs=incoming)
 
     def _is_tight(self) -> bool:
         """Whether something is on disk or may soon have to be."""

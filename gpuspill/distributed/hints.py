@@ -29,6 +29,7 @@ _CATCH_UP = 100
 
 _BEGINS = frozenset({"waiting"})
 _COMES_CLOSE = frozenset({"ready", "constrained", "executing"})
+_SECEDES = "long-running"
 _ENDS = frozenset({"memory", "error", "released", "rescheduled", "forgotten", "cancelled"})
 
 
@@ -54,6 +55,8 @@ class Hints:
         Calls a function on the event loop, soon.
     on_close
         Awaited when the worker is being closed.
+    on_begin, on_secede
+        Called when there is a new task, and with the key of a task that secedes.
 
     Attributes
     ----------
@@ -80,6 +83,8 @@ class Hints:
         depth: int,
         soon: Callable[[Callable[[], None]], object],
         on_close: Callable[[], Awaitable[None]],
+        on_begin: Callable[[], None],
+        on_secede: Callable[[Hashable], None],
     ) -> None:
         self._manager = manager
         self._needed = needed
@@ -89,6 +94,8 @@ class Hints:
         self.depth = depth
         self._soon = soon
         self._on_close = on_close
+        self._on_begin = on_begin
+        self._on_secede = on_secede
         self._expected: dict[Hashable, tuple[Hashable, ...]] = {}
         self._following = False
         self._reading_ahead = False
@@ -123,6 +130,7 @@ class Hints:
         try:
             if finish in _BEGINS:
                 self._expect(key)
+                self._on_begin()
             elif finish in _COMES_CLOSE:
                 if self._manager.spilled_count and not self._reading_ahead and self.depth:
                     self._reading_ahead = True
@@ -130,6 +138,8 @@ class Hints:
                     self._soon(self._read_ahead)
             elif finish in _ENDS:
                 self._forget(key)
+            elif finish == _SECEDES:
+                self._on_secede(key)
         except Exception:
             if not self._failed:
                 self._failed = True

@@ -22,6 +22,7 @@ from distributed import worker_state_machine as wsm
 from distributed.comm.addressing import get_address_host
 from distributed.protocol.serialize import ToPickle
 from distributed.spill import SpillBuffer
+from distributed.worker import thread_state  # type: ignore[attr-defined]
 from tornado.ioloop import PeriodicCallback
 
 from gpuspill.core.sizes import as_nbytes
@@ -49,11 +50,13 @@ __all__ = [
     "passes_on",
     "recover",
     "replace_data",
+    "running_here",
     "speaks_gpuspill",
     "swap_class",
     "thresholds",
     "unfinished",
     "upcoming",
+    "urgency",
 ]
 
 logger = logging.getLogger("gpuspill")
@@ -112,6 +115,32 @@ def upcoming(worker: Any, count: int) -> Iterator[Iterable[Hashable]]:
         for child in (2 * index + 1, 2 * index + 2):
             if child < len(heap):
                 heapq.heappush(frontier, (heap[child], child))
+
+
+def urgency(worker: Any, keys: Iterable[Hashable], source: str | None = None) -> Order:
+    """Return how urgent it is to have the values of some keys.
+
+    They are as urgent as the most urgent task here that waits for one of them. If no priority is known it is the empty
+    one, which goes before all others.
+
+    Parameters
+    ----------
+    worker, keys
+        As above.
+    source
+        The worker that they come from. distributed asks a worker for one message at a time, so what else it is going
+        to be asked for waits for this one, too.
+    """
+    state = worker.state
+    wanted = [ts for key in keys if (ts := state.tasks.get(key)) is not None]
+    if source is not None and source in state.data_needed and state.data_needed[source]:
+        wanted.append(state.data_needed[source].peek())
+    return min((ts.priority for want in wanted for ts in (want, *want.waiters) if ts.priority), default=())
+
+
+def running_here() -> Hashable | None:
+    """Return the key of the task that the calling thread runs; None if it runs none."""
+    return getattr(thread_state, "key", None)
 
 
 def known_of(worker: Any, key: Hashable) -> tuple[int | None, str | None]:
@@ -380,8 +409,9 @@ _TASK_FIELDS = {
     "run_spec",
     "startstops",
     "state",
+    "waiters",
 }
-_STATE_SLOTS = {"tasks", "actors", "ready", "data", "executing", "long_running"}
+_STATE_SLOTS = {"tasks", "actors", "ready", "data", "data_needed", "executing", "long_running"}
 
 #: How each hook calls what it overrides.
 _CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from gpuspill.classes import identities, is_instance
 from gpuspill.config import Settings
+from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
 from gpuspill.device.external import external_types
 from gpuspill.distributed.async_get import gather
@@ -299,7 +300,7 @@ class SpillStore(MutableMapping[Hashable, object]):
     # -- asynchronous (dask/distributed#4424) ------------------------------------------------------
 
     def async_get(
-        self, keys: Collection[Hashable], missing: Literal["raise", "omit"] = "raise"
+        self, keys: Collection[Hashable], missing: Literal["raise", "omit"] = "raise", *, order: Order = ()
     ) -> Awaitable[dict[Hashable, Any]]:
         """Read values without holding the event loop, on which this has to be called.
 
@@ -310,6 +311,9 @@ class SpillStore(MutableMapping[Hashable, object]):
         missing
             ``"raise"``: awaiting raises KeyError if a key is absent when this is called. ``"omit"``: absent
             keys are left out.
+        order
+            How urgent it is, as the priority of a task: the values may have to wait for room in memory. Smaller is
+            sooner; the default goes before all others.
 
         Returns
         -------
@@ -325,7 +329,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         DataLostError
             When awaited: a value was on disk and cannot be read back.
         """
-        return gather(self.manager, self.tier, keys, missing)
+        return gather(self.manager, self.tier, keys, missing, order)
 
     def memory_total(self) -> int:
         """Bytes of values in memory (estimated): neither what is spilled nor the offset."""

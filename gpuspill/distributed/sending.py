@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,13 @@ from distributed.protocol.serialize import Serialized, serialize
 from distributed.utils import offload
 
 from gpuspill.classes import is_instance
+from gpuspill.core.policy import Order
 from gpuspill.distributed.internals import forget_lost, recover
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
 from gpuspill.distributed.sizes import measure
 from gpuspill.distributed.task_inputs import granted
 from gpuspill.distributed.views import LostValue
-from gpuspill.distributed.wire import Form, Window, Wire, type_name, wrap
+from gpuspill.distributed.wire import Form, Slot, Window, Wire, type_name, wrap
 from gpuspill.errors import DataLostError, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
@@ -52,6 +53,8 @@ class Receiver:
         The families that it takes; None for distributed's own choice.
     substitute
         Makes what it gets for a value that is lost for good; None if it cannot be given anything.
+    peer
+        Tells it from others.
     """
 
     form: Form
@@ -60,6 +63,7 @@ class Receiver:
     takes_device_memory: bool = False
     serializers: Collection[str] | None = None
     substitute: Callable[[DataLostError], LostValue] | None = None
+    peer: Hashable = field(default=None, compare=False)
 
     @property
     def borrows(self) -> bool:
@@ -83,6 +87,8 @@ class Parcel:
         Bounds what is read from disk for sending.
     tier
         Of the device, if there is one.
+    order
+        How urgent it is, where it has to wait for room on the device.
 
     Attributes
     ----------
@@ -90,12 +96,15 @@ class Parcel:
         What to send, by key.
     """
 
-    def __init__(self, manager: ProxifyManager, window: Window, tier: DeviceTier | None = None) -> None:
+    def __init__(
+        self, manager: ProxifyManager, window: Window, tier: DeviceTier | None = None, order: Order = ()
+    ) -> None:
         self._tier = tier
+        self._order = order
         self._manager = manager
         self._window = window
         self._pins: Admission | None = None
-        self._taken = 0
+        self._slot: Slot | None = None
         self.values: dict[Any, Any] = {}
 
     async def fill(
@@ -104,7 +113,7 @@ class Parcel:
         receiver: Receiver,
         type_of: Callable[[Any], type | None],
     ) -> None:
-        """Pin the values of `keys` and get ready what to send. After a failure or a cancellation, release it.
+        """Pin the values of `keys` when it is their turn, and get ready what to send. Release it after any failure.
 
         Parameters
         ----------
@@ -121,11 +130,14 @@ class Parcel:
             One of them is lost.
         """
         manager = self._manager
-        self._pins = manager.pin(keys)
-        missing = manager.missing_nbytes(self._pins)
+        keys = list(keys)
+        missing = manager.missing_nbytes(keys)
         if missing:
-            await self._window.take(missing)
-            self._taken = missing
+            self._slot = await self._window.take(missing, receiver.peer)
+        # Only now: a request that waits keeps nothing in memory.
+        self._pins = manager.pin(keys)
+        if self._slot is not None:
+            self._slot.resize(manager.missing_nbytes(keys))
             if not receiver.borrows:
                 self._window.buffered()
         exported = await asyncio.wrap_future(manager.export(self._pins, borrow=receiver.borrows))
@@ -173,7 +185,7 @@ class Parcel:
 
     async def _brought(self, tier: DeviceTier, skeleton: Skeleton, convert: Callable[[Any], Any]) -> Any:
         """Return what `convert` makes, off the loop, of a value, which is brought back if there is room for it."""
-        admission = None if tier.is_ready(skeleton) else tier.admit(None, [skeleton])
+        admission = None if tier.is_ready(skeleton) else tier.admit(None, [skeleton], order=self._order)
         try:
             if admission is not None:
                 await granted(admission)
@@ -188,7 +200,7 @@ class Parcel:
         manager, tier = self._manager, self._tier
         if receiver.same_process or tier is None or not encoded.device_nbytes:
             return await asyncio.wrap_future(manager.decode(encoded))
-        admission = tier.admit(None, (), encoded.device_nbytes)
+        admission = tier.admit(None, (), encoded.device_nbytes, order=self._order)
         try:
             await granted(admission)
             value = await asyncio.wrap_future(manager.decode(encoded))
@@ -199,9 +211,9 @@ class Parcel:
     def release(self) -> None:
         """It is written, or never will be. Idempotent."""
         self.values = {}
-        if self._taken:
-            self._window.give_back(self._taken)
-            self._taken = 0
+        if self._slot is not None:
+            self._slot.release()
+            self._slot = None
         if self._pins is not None:
             self._pins.release()
 
@@ -234,8 +246,9 @@ async def pack(
     keys: Collection[Any],
     receiver: Receiver,
     type_of: Callable[[Any], type | None],
+    order: Order = (),
 ) -> Parcel:
-    """Get ready what is there of `keys`.
+    """Get ready what is there of `keys`, as urgent as `order`.
 
     A key that is lost is left out, and the scheduler has been told when this returns. If nothing can recompute it and
     the receiver can be given a substitute, it gets that in its place.
@@ -243,7 +256,7 @@ async def pack(
     store, substitute = attachment.store, receiver.substitute
     lost: dict[Any, Any] = {}
     while True:
-        parcel = Parcel(store.manager, attachment.window, store.tier)
+        parcel = Parcel(store.manager, attachment.window, store.tier, order)
         has_lost_values = store.has_lost_values  # a key may go while its value is read
         try:
             wanted = (key for key in keys if key not in lost)

@@ -6,7 +6,7 @@ Pure of distributed's private parts; :mod:`gpuspill.distributed.worker` fits a :
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from time import time
@@ -16,6 +16,7 @@ from distributed import Reschedule
 from distributed.metrics import context_meter
 
 from gpuspill.classes import is_instance
+from gpuspill.core.budget import Kind
 from gpuspill.distributed.metrics import WAIT
 from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError, answerable
@@ -86,6 +87,8 @@ class Job:
         Whether it is known that nobody can compute it either.
     started, stopped
         When reading began and ended, seconds since the epoch; None if there was none.
+    seceded
+        Whether the task has left its thread to others.
     """
 
     __slots__ = (
@@ -93,6 +96,7 @@ class Job:
         "_device_admission",
         "_error",
         "_manager",
+        "_output",
         "_prepared",
         "_tier",
         "_values",
@@ -101,6 +105,7 @@ class Job:
         "claimed",
         "final",
         "lost",
+        "seceded",
         "started",
         "stopped",
     )
@@ -120,6 +125,8 @@ class Job:
         self.admission = admission
         self._wait = wait
         self.claimed = False
+        self.seceded = False
+        self._output: Admission | None = None
         self.lost: DataLostError | None = None
         self.final = False
         self.started: float | None = None
@@ -226,6 +233,40 @@ class Job:
         values = self.take()
         return {key: values.get(key, value) for key, value in stand_ins.items()}
 
+    def detach(self) -> None:
+        """The task may wait for other tasks: those do not wait for its end. Any thread."""
+        for manager, admission in self._asked():
+            manager.detach(admission)
+
+    def secede(self) -> None:
+        """The task has left its thread to others: what was promised for its output serves them meanwhile."""
+        self.seceded = True
+        self.detach()
+        for manager, admission in self._asked():
+            manager.give_back_output(admission)
+
+    def _asked(self) -> Iterator[tuple[ProxifyManager, Admission]]:
+        yield self._manager, self.admission
+        if self._tier is not None and self._device_admission is not None:
+            yield self._tier.manager, self._device_admission
+
+    async def ask_again(self, key: Hashable, value: object, nbytes: int) -> None:
+        """The task has seceded and ended: wait for room for its output, without holding the event loop.
+
+        Parameters
+        ----------
+        key, value
+            Of the output. What it has on a device is there already.
+        nbytes
+            Its size in bytes.
+        """
+        if self._tier is not None:
+            nbytes = max(0, nbytes - self._tier.new_nbytes(value))
+        order = self.admission.reservation.order
+        self._output = self._manager.reserve(nbytes, Kind.TASK, order=order, outputs={key: nbytes})
+        if self._wait:
+            await granted(self._output)
+
     def abandon(self) -> None:
         """The task will not run. A thread that waits for room stops waiting."""
         self._abandoned = True
@@ -235,6 +276,8 @@ class Job:
         """Undo the pins and give back what is left of the promises. Idempotent."""
         for admission in self._admissions:
             admission.release()
+        if self._output is not None:
+            self._output.release()
 
 
 async def granted(admission: Admission) -> None:

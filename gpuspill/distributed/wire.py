@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgpack
 from dask.sizeof import sizeof
@@ -33,7 +33,7 @@ from gpuspill.distributed.serialization import FOREIGN_HEADER
 from gpuspill.manager.serialization import Encoded
 from gpuspill.storage.base import Buffer
 
-__all__ = ["Form", "Window", "Wire", "real_type", "type_name", "wrap"]
+__all__ = ["Form", "Slot", "Window", "Wire", "real_type", "type_name", "wrap"]
 
 #: Version of what a :class:`Wire` looks like on the network.
 _VERSION = 2
@@ -131,17 +131,29 @@ def _stand_in(module_name: str, name: str) -> type:
 class Window:
     """Bounds the bytes that are read for sending and not written yet. Used on one event loop.
 
+    A peer that does not read holds no more than its share, and only for a while: what it has not taken then counts
+    against itself alone. So it stops no one else.
+
     Parameters
     ----------
     limit
-        Bytes. A value that is larger goes alone.
+        Bytes. A request that is larger goes alone.
+    share
+        Bytes of one peer; half of the limit by default. A request that is larger is the only one of its peer.
+    patience
+        Seconds after which bytes that were not written no longer count against other peers.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, share: int | None = None, patience: float = 5.0) -> None:
         self._limit = limit
+        self._share = limit // 2 if share is None else share
+        self._patience = patience
         self._used = 0
+        self._overdue = 0
         self._lately = 0
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._peers: defaultdict[Hashable, int] = defaultdict(int)
+        # One line for each peer that waits; the peers take turns.
+        self._lines: OrderedDict[Hashable, deque[_Turn]] = OrderedDict()
 
     @property
     def used(self) -> int:
@@ -157,38 +169,123 @@ class Window:
         self._lately = self._lately * 15 // 16
         return self._lately
 
-    def _fits(self, nbytes: int) -> bool:
-        return self._used == 0 or self._used + nbytes <= self._limit
+    async def take(self, nbytes: int, peer: Hashable = None) -> Slot:
+        """Wait until `nbytes` may be read for a peer. Cancelling it leaves the line.
 
-    async def take(self, nbytes: int) -> None:
-        """Wait, first come first served, until `nbytes` may be read. Cancelling it leaves the line."""
-        if not self._line and self._fits(nbytes):
-            self._used += nbytes
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((nbytes, turn))
+        Requests of one peer are served first come first served; peers take turns.
+        """
+        slot = Slot(self, nbytes, peer)
+        if not self._lines and self._within_share(slot) and self._fits(slot):
+            self._enter(slot)
+            return slot
+        turn = _Turn(slot, asyncio.get_running_loop().create_future())
+        self._lines.setdefault(peer, deque()).append(turn)
+        self._advance()
         try:
-            await turn
+            await turn.come
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back(nbytes)  # it was our turn in the very moment
+            if turn.come.done() and not turn.come.cancelled():
+                slot.release()  # it was our turn in the very moment
             else:
                 self._advance()
             raise
+        return slot
 
-    def give_back(self, nbytes: int) -> None:
-        """`nbytes` have been written or given up."""
-        self._used -= nbytes
+    def _fits(self, slot: Slot) -> bool:
+        counted = self._used - self._overdue
+        return not counted or counted + slot.nbytes <= self._limit
+
+    def _within_share(self, slot: Slot) -> bool:
+        used = self._peers.get(slot.peer, 0)
+        return not used or used + slot.nbytes <= self._share
+
+    def _enter(self, slot: Slot) -> None:
+        self._used += slot.nbytes
+        self._peers[slot.peer] += slot.nbytes
+        slot.timer = asyncio.get_running_loop().call_later(self._patience, self._lapse, slot)
+
+    def _lapse(self, slot: Slot) -> None:
+        """It was not written for long: others do not wait for it any more."""
+        slot.timer = None
+        self._overdue += slot.nbytes
         self._advance()
 
+    def leave(self, slot: Slot) -> None:
+        """The bytes of a slot have been written or given up."""
+        if slot.timer is not None:
+            slot.timer.cancel()
+        self.resize(slot, 0)
+
+    def resize(self, slot: Slot, nbytes: int) -> None:
+        """It turned out that a slot takes `nbytes`. Waits for no one."""
+        more = nbytes - slot.nbytes
+        self._used += more
+        self._peers[slot.peer] += more
+        if slot.timer is None:
+            self._overdue += more
+        if not self._peers[slot.peer]:
+            del self._peers[slot.peer]
+        slot.nbytes = nbytes
+        if more < 0:
+            self._advance()
+
     def _advance(self) -> None:
-        while self._line:
-            nbytes, turn = self._line[0]
-            if turn.done():  # cancelled
-                self._line.popleft()
-            elif self._fits(nbytes):
-                self._line.popleft()
-                self._used += nbytes
-                turn.set_result(None)
+        """Serve those who wait, peer by peer, until one does not fit. A peer that is over its share is passed over."""
+        left = len(self._lines)
+        while left:
+            peer, line = next(iter(self._lines.items()))
+            while line and line[0].come.done():  # cancelled
+                line.popleft()
+            if not line:
+                del self._lines[peer]
+                left -= 1
+                continue
+            slot = line[0].slot
+            if not self._within_share(slot):
+                self._lines.move_to_end(peer)
+                left -= 1
+            elif self._fits(slot):
+                self._enter(slot)
+                line.popleft().come.set_result(None)
+                self._lines.move_to_end(peer)
+                left = len(self._lines)
             else:
                 return
+
+
+class Slot:
+    """Bytes of a window that are under way to a peer.
+
+    Parameters
+    ----------
+    window, nbytes, peer
+        As for :meth:`Window.take`.
+
+    Attributes
+    ----------
+    nbytes, peer
+        As given.
+    timer
+        Runs until the bytes no longer count against other peers; then None.
+    """
+
+    __slots__ = ("_window", "nbytes", "peer", "timer")
+
+    def __init__(self, window: Window, nbytes: int, peer: Hashable) -> None:
+        self._window = window
+        self.nbytes = nbytes
+        self.peer = peer
+        self.timer: asyncio.TimerHandle | None = None
+
+    def resize(self, nbytes: int) -> None:
+        """It takes `nbytes`, as it turns out."""
+        self._window.resize(self, nbytes)
+
+    def release(self) -> None:
+        """The bytes have been written or given up. To be called once."""
+        self._window.leave(self)
+
+
+class _Turn(NamedTuple):
+    slot: Slot
+    come: asyncio.Future[None]

@@ -44,7 +44,9 @@ from gpuspill.distributed.internals import (
     lost_input,
     missing_hooks,
     recover,
+    running_here,
     speaks_gpuspill,
+    urgency,
 )
 from gpuspill.distributed.sending import Parcel, Receiver, pack
 from gpuspill.distributed.task_inputs import Job, granted
@@ -61,6 +63,7 @@ logger = logging.getLogger("gpuspill")
 
 _VIEW: ContextVar[View | None] = ContextVar("gpuspill_view", default=None)
 _JOB: ContextVar[Job | None] = ContextVar("gpuspill_job", default=None)
+_CALLER: ContextVar[Any] = ContextVar("gpuspill_caller", default=None)
 
 
 # -- the worker's class --------------------------------------------------------------------------
@@ -99,7 +102,7 @@ def spilling_class(base: Any) -> Any:
             ts = self.state.tasks.get(key)
             if attachment is None or ts is None or ts.run_spec is None or attachment.runs_freely(ts.prefix):
                 return super().execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
-            job = attachment.admit(ts.key, ts.prefix, inputs_of(self, ts))
+            job = attachment.admit(ts.key, ts.prefix, inputs_of(self, ts), ts.priority or ())
             if job is None:
                 return super().execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
             return _execute_admitted(self, super().execute, ts, job, stimulus_id)
@@ -141,10 +144,11 @@ def spilling_class(base: Any) -> Any:
             admission = None
             if attachment is not None:
                 tasks = self.state.tasks
-                admission = attachment.expect({k: as_nbytes(tasks[k].get_nbytes()) for k in to_gather if k in tasks})
+                incoming = {k: as_nbytes(tasks[k].get_nbytes()) for k in to_gather if k in tasks}
+                admission = attachment.expect(incoming, worker)
             try:
-                if admission is not None:
-                    await granted(admission)
+                if attachment is not None and admission is not None and not admission.granted:
+                    await attachment.askers.wait(admission, to_gather, worker)
                 event = await super().gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
                 if attachment is not None and isinstance(event, wsm.GatherDepSuccessEvent):
                     names = _type_names(event.data)
@@ -176,6 +180,7 @@ def spilling_class(base: Any) -> Any:
         def _get_client(self, timeout: float | None = None) -> Any:
             client = super()._get_client(timeout=timeout)
             if self._gpuspill is not None:
+                self._gpuspill.askers.may_wait(running_here())
                 client.__class__ = _gathering_class(client.__class__)
             return client
 
@@ -214,14 +219,20 @@ def _after_storing(action: Callable[[], object]) -> None:
 async def _execute_admitted(worker: Any, execute: Callable[..., Any], ts: Any, job: Job, stimulus_id: str) -> Any:
     """Run a task whose inputs are pinned, and for which room was asked."""
     stored = False
+    jobs = worker._gpuspill.askers.jobs
+    jobs[ts.key] = job
     try:
         if job.ready:
             event = await execute(ts.key, stimulus_id=stimulus_id)
         else:
             event = await _execute_prepared(worker, execute, ts, job, stimulus_id)
+        if job.seceded and isinstance(event, wsm.ExecuteSuccessEvent):
+            await job.ask_again(ts.key, event.value, as_nbytes(event.nbytes))
         stored = isinstance(event, wsm.ExecuteSuccessEvent)
         return event
     finally:
+        if jobs.get(ts.key) is job:
+            del jobs[ts.key]
         if stored:
             _after_storing(job.release)
         else:
@@ -338,7 +349,8 @@ def _prepares_inputs(executor: Any) -> bool:
 async def _pack(
     worker: Any, comm: Any, keys: Collection[Any], who: str | None, serializers: Collection[str] | None
 ) -> Parcel:
-    return await pack(worker, worker._gpuspill, keys, _receiver(comm, who, serializers), partial(_known_type, worker))
+    receiver = _receiver(comm, who, serializers)
+    return await pack(worker, worker._gpuspill, keys, receiver, partial(_known_type, worker), urgency(worker, keys))
 
 
 def _sends_as_it_is(
@@ -375,6 +387,7 @@ def _receiver(comm: Any, who: str | None, serializers: Collection[str] | None) -
         takes_device_memory=address.startswith(("ucx://", "ucxx://")),
         serializers=serializers,
         substitute=substitute,
+        peer=address if who is None else who,
     )
 
 
@@ -398,7 +411,7 @@ async def _decode_resumed(worker: Any, data: dict[Any, Any]) -> None:
             ts = worker.state.tasks.get(key)
             if type(value) is Wire and ts is not None and ts.state == "resumed":
                 if store.tier is not None and value.encoded.device_nbytes:
-                    admission = store.tier.admit(key, (), value.encoded.device_nbytes)
+                    admission = store.tier.admit(key, (), value.encoded.device_nbytes, order=ts.priority or ())
                     promises.callback(_after_storing, admission.release)
                     await granted(admission)
                 with suppress(Exception):
@@ -426,6 +439,14 @@ def _gathering_class(base: Any) -> Any:
     class Gathering(base):  # type: ignore[misc]
         _gpuspill_hooked = True
 
+        def gather(self, *args: Any, **kwargs: Any) -> Any:
+            # What runs on the event loop for it takes over the context of this thread, which runs the task.
+            token = _CALLER.set(running_here())
+            try:
+                return super().gather(*args, **kwargs)
+            finally:
+                _CALLER.reset(token)
+
         async def _gather(
             self, futures: Any, errors: str = "raise", direct: Any = None, local_worker: Any = None
         ) -> Any:
@@ -451,9 +472,11 @@ class _LocalWorker:
         _, wanted = unpack_remotedata(futures, byte_keys=True)
         store = worker._gpuspill.store
         keys = [future.key for future in wanted]
+        caller = worker.state.tasks.get(_CALLER.get())
+        order = () if caller is None else caller.priority or ()
         while True:
             try:
-                return cls(ResidentView(store, await store.async_get(keys, missing="omit")))
+                return cls(ResidentView(store, await store.async_get(keys, missing="omit", order=order)))
             except DataLostError as error:
                 if not await recover(worker, error.key):
                     raise

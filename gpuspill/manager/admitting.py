@@ -171,13 +171,6 @@ class Admitter:
             metadata.promises[key] = admission
         return admission
 
-    def missing_nbytes(self, admission: Admission) -> int:
-        """Bytes of the inputs of an admission that are on disk now."""
-        with self._metadata:
-            # By proxy: several keys may hold one.
-            entries = {pid: self._metadata.entry(key, pid) for key, pid in admission.pids.items()}
-            return sum(entry.nbytes for entry in entries.values() if entry.state is State.SPILLED)
-
     def improve(self, admission: Admission, order: Order) -> None:
         """It has become as urgent as `order`, if that is more urgent than before. Does nothing once it is granted."""
         with self._metadata as state:
@@ -193,6 +186,14 @@ class Admitter:
                 self._metadata.defer(partial(self.detach, admission))
             else:
                 state.detach(admission.reservation)
+
+    def missing_nbytes(self, keys: Iterable[Hashable]) -> int:
+        """Bytes of the values of some keys that are on disk now. Unknown keys are left out."""
+        with self._metadata as state:
+            known = state.ledger.keys
+            # By proxy: several keys may hold one.
+            entries = {entry.pid: entry for key in keys if (entry := known.get(key)) is not None}
+            return sum(entry.nbytes for entry in entries.values() if entry.state is State.SPILLED)
 
     # -- taking back ---------------------------------------------------------------------------------
 

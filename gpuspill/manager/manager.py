@@ -394,9 +394,9 @@ class ProxifyManager:
         """The holder of an admission may wait for others in line: they do not wait for its end."""
         self._admitter.detach(admission)
 
-    def missing_nbytes(self, admission: Admission) -> int:
-        """Bytes of the inputs of an admission that are on disk now."""
-        return self._admitter.missing_nbytes(admission)
+    def missing_nbytes(self, keys: Iterable[Hashable]) -> int:
+        """Bytes of the values of some keys that are on disk now. Unknown keys are left out."""
+        return self._admitter.missing_nbytes(keys)
 
     def settle(self, label: Hashable) -> None:
         """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""

@@ -224,6 +224,7 @@ class DeviceTier:
         values: Iterable[Any],
         output_nbytes: int = 0,
         arriving: Mapping[Hashable, int] | None = None,
+        order: Order = (),
     ) -> Admission:
         """Pin what values have on the device, and ask for room for what is not there and for an output.
 
@@ -238,11 +239,13 @@ class DeviceTier:
         arriving
             Labels with which values that are needed will be given to :meth:`proxify` when they are decoded, and the
             bytes that they will take on the device.
+        order
+            How urgent it is; smaller is sooner.
         """
         self.settle()
         self._guard.verify()
         units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
-        admission = self.manager.admit(label, units, output_nbytes, arriving=arriving)
+        admission = self.manager.admit(label, units, output_nbytes, arriving=arriving, order=order)
         self.ahead.needed_now(units)
         return admission
 

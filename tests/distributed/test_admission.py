@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
-from distributed import Event, Status, wait
+from distributed import Event, Future, Status, wait, worker_client
 from distributed.utils_test import async_poll_for, inc
 
+from gpuspill.core.budget import Kind
 from tests.distributed.clusters import all_spilled, at_rest, attached, spilling
 
 pytestmark = pytest.mark.cluster
@@ -90,8 +92,6 @@ async def test_transfers_wait(c, s, a, b):
 
 @spilling(limits=("10 MiB",), nthreads=[("", 1)])
 async def test_the_loop_is_free_while_a_task_waits(c, s, a):
-    import threading
-
     gate = threading.Event()
     write = a.data.records.store.write
     a.data.records.store.write = lambda *args: (gate.wait(20), write(*args))[1]
@@ -107,8 +107,6 @@ async def test_the_loop_is_free_while_a_task_waits(c, s, a):
 @pytest.mark.fault("cancelled meanwhile", on="host→disk", outcome="nothing pinned, nothing promised")
 @spilling(limits=("10 MiB",), nthreads=[("", 1)])
 async def test_a_task_that_waits_can_be_cancelled(c, s, a):
-    import threading
-
     gate = threading.Event()
     write = a.data.records.store.write
     a.data.records.store.write = lambda *args: (gate.wait(20), write(*args))[1]
@@ -123,8 +121,6 @@ async def test_a_task_that_waits_can_be_cancelled(c, s, a):
 
 @spilling(limits=("10 MiB",), nthreads=[("", 1)], clean=False)
 async def test_a_worker_can_be_closed_while_a_task_waits(c, s, a):
-    import threading
-
     gate = threading.Event()
     write = a.data.records.store.write
     a.data.records.store.write = lambda *args: (gate.wait(0.5), write(*args))[1]
@@ -149,7 +145,6 @@ async def test_tasks_larger_than_the_limit_run_all_the_same(c, s, a):
 @spilling(limits=("1 MiB",), nthreads=[("", 2)], timeout=120)
 async def test_tasks_that_hold_their_inputs_for_long_stop_nobody(c, s, a):
     """Seceded tasks pin what they use until they end; what they wait for has to run meanwhile."""
-    from distributed import worker_client
 
     def outer(x):
         with worker_client() as client:
@@ -283,3 +278,161 @@ async def test_heavy_traffic_both_ways(c, s, a, b):
         for i in range(40)
     ]
     assert await c.gather(ys) == [MB // 2] * 40
+
+
+# -- who goes first ----------------------------------------------------------------------------------------------------
+
+
+class Gated:
+    """A disk that takes nothing until it is told to."""
+
+    def __init__(self, worker):
+        self.gate = threading.Event()
+        write = worker.data.records.store.write
+        worker.data.records.store.write = lambda *args: (self.gate.wait(30), write(*args))[1]
+
+
+def line_of(worker):
+    """Those who wait for room on a worker, whose turn it is first."""
+    with worker.data.manager._metadata as state:
+        line = state.memory.line
+        return [line.first(), *line.waiting] if line.waiting else []
+
+
+async def waits(worker, kind, count=1):
+    await async_poll_for(lambda: sum(r.kind is kind for r in line_of(worker)[1:]) >= count, timeout=20)
+
+
+TWO = [("", 2), ("", 1)]
+
+
+async def crowded(c, a):
+    """Two tasks of the lowest priority wait for room on a worker."""
+    await wait(c.submit(block_of, MB, workers=[a.address], key="block_of-0"))  # the size of its kind is known now
+    futures = [c.submit(block_of, MB, n, workers=[a.address], key=f"block_of-{n}", priority=-10) for n in range(1, 40)]
+    await waits(a, Kind.TASK, 2)
+    return futures
+
+
+@spilling(limits=("10 MiB",), nthreads=TWO)
+async def test_a_transfer_is_as_urgent_as_the_task_that_waits_for_it(c, s, a, b):
+    disk = Gated(a)
+    x = c.submit(block_of, MB, -1, workers=[b.address], key="x")
+    await wait(x)
+    low = await crowded(c, a)
+    y = c.submit(len, x, workers=[a.address], key="y", priority=10)
+    await waits(a, Kind.TRANSFER)
+    first = line_of(a)[0]
+    assert (first.kind, first.order) == (Kind.TRANSFER, a.state.tasks["y"].priority)
+    disk.gate.set()
+    assert await y == MB
+    assert not all(future.done() for future in low)
+    await c.cancel(low)
+
+
+@spilling(limits=("10 MiB",), nthreads=TWO)
+async def test_a_transfer_that_waits_becomes_more_urgent(c, s, a, b):
+    """Because of a task that comes later and needs the same value, or another one from the same worker."""
+    disk = Gated(a)
+    x, z = (c.submit(block_of, MB, n, workers=[b.address], key=f"from-b-{n}") for n in range(2))
+    await wait([x, z])
+    low = await crowded(c, a)
+    y = c.submit(len, x, workers=[a.address], key="y", priority=-20)
+    await waits(a, Kind.TRANSFER)
+    (transfer,) = (r for r in line_of(a)[1:] if r.kind is Kind.TRANSFER)
+    assert transfer.order == a.state.tasks["y"].priority
+    later = []
+    for key, value, priority in (("same", x, 5), ("another", z, 10)):
+        later.append(c.submit(len, value, workers=[a.address], key=key, priority=priority))
+        await async_poll_for(lambda key=key: key in a.state.tasks, timeout=10)
+        await async_poll_for(lambda key=key: transfer.order == a.state.tasks[key].priority, timeout=10)
+        assert line_of(a)[0] is transfer
+    disk.gate.set()
+    assert await c.gather([y, *later]) == [MB] * 3
+    await c.cancel(low)
+
+
+@spilling(limits=("10 MiB",), nthreads=[("", 1)])
+async def test_what_a_task_gathers_is_as_urgent_as_the_task(c, s, a):
+    x = c.submit(block_of, MB, key="x")
+    await wait(x)
+    await all_spilled(a)
+    asked = []
+    get_many = a.data.manager.get_many
+
+    def watched(keys, missing="raise", *, order=()):
+        asked.append((list(keys), order, a.state.tasks["gathers"].priority))
+        return get_many(keys, missing, order=order)
+
+    a.data.manager.get_many = watched
+
+    def gathers():
+        with worker_client() as client:
+            return len(client.gather(Future("x", client)))
+
+    assert await c.submit(gathers, key="gathers", priority=7) == MB
+    ((keys, order, expected),) = asked
+    assert keys == ["x"]
+    assert order == expected
+    assert order[0] == -7
+
+
+# -- those who may wait for others -------------------------------------------------------------------------------------
+
+
+def waits_for(event, nbytes, *args):
+    with worker_client():
+        event.wait()
+    return np.ones(nbytes, dtype="u1")
+
+
+@spilling(limits=("20 MiB",), nthreads=[("", 2)])
+async def test_seceded_tasks_keep_no_room_for_their_outputs(c, s, a):
+    event = Event()
+    await event.set()
+    await wait(c.submit(waits_for, event, 2 * MB, key="waits_for-0"))  # the size of its kind is known now
+    await event.clear()
+    blocks = [c.submit(block_of, MB, n, key=f"block_of-{n}") for n in range(16)]
+    await wait(blocks)
+    before = a.data.memory_total()
+    assert before > 10 * MB  # or nothing would be promised
+    seceded = [c.submit(waits_for, event, 2 * MB, n, key=f"waits_for-{n}") for n in range(1, 11)]
+    await async_poll_for(lambda: len(a.state.long_running) == 10, timeout=20)
+    statistics = a.data.statistics()
+    assert (statistics.reserved_nbytes, statistics.waiting) == (0, 0)
+    # One after the other they were promised room for an output, and no more.
+    assert statistics.host_nbytes >= before - 4 * MB
+    asked = []
+    reserve = a.data.manager.reserve
+    a.data.manager.reserve = lambda *args, **kwargs: asked.append(kwargs["outputs"]) or reserve(*args, **kwargs)
+    await event.set()
+    assert await c.gather([c.submit(len, future) for future in seceded]) == [2 * MB] * 10
+    assert sorted(key for outputs in asked for key in outputs) == sorted(future.key for future in seceded)
+    assert a.data.statistics().loop_io == 0
+
+
+@spilling(limits=("10 MiB",), nthreads=[("", 2)], timeout=60)
+async def test_a_task_with_a_client_is_not_waited_for(c, s, a):
+    """It takes all the memory there is, and its client may be what it needs others for."""
+    x = c.submit(block_of, 12 * MB, key="x")
+    await wait(x)
+    # Spilled, so that each of the two brings it back; what a clock says lets no one in.
+    await all_spilled(a)
+    a.data.manager._spiller._relent = lambda *args: float("inf")
+
+    def first(x, event):
+        event.wait()  # by the client of this task
+        return len(x)
+
+    def second(x, event, n):
+        event.set()
+        return len(x) + n
+
+    y = c.submit(block_of, 12 * MB, 1, key="other")
+    await wait(y)
+    await all_spilled(a)
+    event = Event()
+    one = c.submit(first, x, event, key="first", priority=1)
+    two = c.submit(second, y, event, 1, key="second")
+    assert await c.gather([one, two]) == [12 * MB, 12 * MB + 1]
+    assert a.data.statistics().overruns >= 2

@@ -40,7 +40,7 @@ async def _closed():
     pass
 
 
-def make(manager, *, depth=2, soon=None, needed=lambda: True, backlog=()):
+def make(manager, *, depth=2, soon=None, needed=lambda: True, backlog=(), began=lambda: None, seceded=list):
     later = []
     hints = Hints(
         manager,
@@ -51,6 +51,8 @@ def make(manager, *, depth=2, soon=None, needed=lambda: True, backlog=()):
         depth=depth,
         soon=later.append if soon is None else soon,
         on_close=_closed,
+        on_begin=began,
+        on_secede=seceded,
     )
     hints.follow_if_needed()
     while later:

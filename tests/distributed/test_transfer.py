@@ -524,12 +524,12 @@ async def test_bytes_under_way_evict_nothing():
     async with pair() as (_c, _s, a, _b):
         attachment = attached(a)
         before = attachment._accounted()
-        await attachment.window.take(1000)
+        slot = await attachment.window.take(1000)
         assert attachment._accounted() == before + 1000
-        attachment.window.give_back(1000)
-        await attachment.window.take(10**12)  # goes alone, but not unnoticed
+        slot.release()
+        slot = await attachment.window.take(10**12)  # goes alone, but not unnoticed
         assert attachment._accounted() <= before + SENDING_NBYTES
-        attachment.window.give_back(10**12)
+        slot.release()
         assert attachment._accounted() == before
 
 

@@ -138,7 +138,7 @@ async def test_giving_up_while_it_is_decoded(monkeypatch):
 async def test_the_window_bounds_what_is_read():
     async with pair() as (c, s, a, b):
         xs = await spilled(c, a, n=6)
-        attached(a).window = window = Window(2 * NBYTES + 1000)
+        attached(a).window = window = Window(2 * NBYTES + 1000, share=2 * NBYTES + 1000)
         gate = gated_reads(a)
         async with opened(gate):
             packings = [
@@ -154,6 +154,32 @@ async def test_the_window_bounds_what_is_read():
             parcel.release()
         await quiet(a)
         await acquired(s, b, xs)
+
+
+@gen_test()
+async def test_a_request_that_waits_for_its_turn_keeps_nothing_in_memory():
+    async with pair() as (c, _s, a, _b):
+        x, y, z = await spilled(c, a, n=3)
+        assert (await y).data[0] == 2  # in memory again
+        attached(a).window = Window(NBYTES)
+        gate = gated_reads(a)
+        async with opened(gate):
+            first, second = (
+                asyncio.create_task(pack(a, attached(a), keys, Receiver("wire", by_system=True, peer=keys), no_type))
+                for keys in ((x.key,), (y.key, z.key))
+            )
+            await arrived(gate)
+            assert a.data.manager._metadata.state.ledger.keys[y.key].pins == 0
+            await all_spilled(a)
+            assert not a.data.manager.is_resident(y.key)
+        parcel = await first
+        parcel.release()
+        parcel = await second
+        assert {key: type(value) for key, value in parcel.values.items()} == {y.key: Wire, z.key: Wire}
+        assert attached(a).window.used >= 2 * NBYTES
+        parcel.release()
+        assert attached(a).window.used == 0
+        await quiet(a)
 
 
 @gen_test()
