@@ -140,7 +140,7 @@ def test_storing_the_same_object_over_itself(kit):
 
 @pytest.mark.parametrize("key", ["x", "y"])
 @pytest.mark.parametrize("when", ["clean", "while it is written", "while it is read", "evicted and alive"])
-def test_a_value_that_was_changed_and_stored_again_is_what_comes_back(kit, when, key):
+def test_a_value_that_was_changed_and_stored_again_is_what_comes_back(kit, unsure, when, key):
     """What is on disk, or on its way there, is what it was before. A task may return its input, under another key."""
     manager = kit.manager
     manager.store("x", Thing("before"))

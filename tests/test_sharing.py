@@ -102,7 +102,7 @@ def test_the_base_is_no_victim_while_a_view_is_in_memory(kit):
     np.testing.assert_array_equal(kit.manager.get("x"), base())
 
 
-def test_views_of_an_evicted_base_bring_it_back(kit):
+def test_views_of_an_evicted_base_bring_it_back(kit, unsure):
     kit.manager.store("x", base())
     x = kit.manager.get("x")
     while kit.manager.is_resident("x"):
@@ -228,7 +228,7 @@ def test_a_container_that_came_as_bytes(kit):
         assert kit.manager.statistics().pinned_nbytes == 2 * NBYTES + VIEW_NBYTES
 
 
-def test_an_evicted_view_that_is_alive_is_charged_for_its_base_again(kit):
+def test_an_evicted_view_that_is_alive_is_charged_for_its_base_again(kit, unsure):
     view = base()[1:]
     kit.manager.store("v", view)
     while kit.manager.is_resident("v"):

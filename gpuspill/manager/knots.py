@@ -8,6 +8,7 @@ object that has more references than come from inside is held from outside, and 
 from __future__ import annotations
 
 import gc
+import sys
 from sys import getrefcount
 from types import CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any, Final, NamedTuple
@@ -81,13 +82,20 @@ def _inside(value: object, many: int) -> tuple[dict[int, Any], dict[int, list[in
         sure = sure and known
         referents[id(item)] = list(map(id, parts))
         for part in parts:
-            if id(part) in found or not gc.is_tracked(part) or issubclass(type(part), type | ModuleType):
+            if id(part) in found or issubclass(type(part), type | ModuleType):
+                continue
+            if not (gc.is_tracked(part) or _array_of_objects(part)):
                 continue
             if len(found) >= many:
                 return found, referents | {ident: [] for ident in found.keys() - referents.keys()}, False
             found[id(part)] = part
             left.append(part)
     return found, referents, sure
+
+
+def _array_of_objects(item: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and type(item) is getattr(numpy, "ndarray", None) and bool(item.dtype.hasobject)
 
 
 def _parts(item: Any) -> tuple[list[Any], bool]:
@@ -98,4 +106,7 @@ def _parts(item: Any) -> tuple[list[Any], bool]:
         return [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__], True
     if cls is FrameType or cls is GeneratorType or cls is CoroutineType:
         return [], False  # nor those of a function that runs
+    if _array_of_objects(item):
+        # The collector is not told what is in it. What a record of an array has cannot be had without copies.
+        return (list(item.flat), True) if item.dtype.kind == "O" else ([], False)
     return gc.get_referents(item), True

@@ -17,11 +17,12 @@ from gpuspill.storage.base import Receipt
 
 __all__ = ["Custody", "Restore", "Slot", "Slots"]
 
-#: After so many refusals a value that somebody else holds is evicted all the same, if a weak reference can keep its
-#: identity.
+#: After so many refusals it is looked into who holds a value.
 _PATIENCE = 3
-#: After so many a value that refers to itself is evicted all the same, if nothing can tell whether it is held as well.
+#: After so many a value is evicted all the same, if nothing can tell whether somebody holds it or it holds itself.
 _LAST_PATIENCE = 20
+#: Then it is written so often, as long as it is another one after each write than before.
+_WRITTEN_IN_VAIN = 5
 
 
 class Custody(Protocol):
@@ -238,9 +239,8 @@ class Slots(dict[int, Slot]):
         """Whether somebody besides the slot refers to a value, so that evicting it would free nothing.
 
         Works for every type, also those that cannot be weakly referenced, and for views: they refer to what they view.
-        A value that refers to itself looks held for ever; after a few refusals it is evicted all the same if a weak
-        reference can preserve its identity for those who do hold it. Of others it is looked into who holds them.
-        Not as long as a running task has it in hand.
+        A value that refers to itself looks held for ever. So after a few refusals it is looked into who holds it. Where
+        that cannot be told for sure it is evicted in the end, though not as long as a running task has it in hand.
         """
         slot = self[pid]
         if slot.sizeof < 0:
@@ -255,8 +255,6 @@ class Slots(dict[int, Slot]):
         slot.found_held += 1
         if slot.found_held <= _PATIENCE and slot.kind not in self._looping:
             return True
-        if _weakly_referable(slot.value):
-            return False
         if slot.knots is None:
             self.doubtful[pid] = None
             return True
@@ -280,6 +278,11 @@ class Slots(dict[int, Slot]):
             slot.knots = found
             if found.references:
                 self._looping[slot.kind] = True
+
+    @staticmethod
+    def perhaps_held(slot: Slot) -> bool:
+        """Whether a value that was let go is perhaps held all the same, by somebody who may change it."""
+        return _LAST_PATIENCE < slot.found_held <= _LAST_PATIENCE + _WRITTEN_IN_VAIN
 
     @property
     def elsewhere(self) -> bool:

@@ -36,8 +36,6 @@ _COLLECT_NBYTES = 64 * 2**20
 #: Seconds between two attempts to write what could not be written: first, and at most. An attempt serialises a value
 #: and may write most of it.
 _BLOCKED = (0.25, 4.0)
-#: A value that was held whenever it was looked at, and was another one after each write, is let go after so many looks.
-_WRITTEN_IN_VAIN = 8
 #: How many of those values are tried at a time, each time others; all of them, one after another, once that works.
 _PROBES = 8
 #: After so many seconds in which no one was let in, one more is, beyond the limit, although the one before has not
@@ -249,7 +247,7 @@ class Spiller:
             used = state.in_doubt(pid)
             if slots.elsewhere:
                 return True  # a device orders who copies and who changes
-            if not (used or 0 < slot.found_held <= _WRITTEN_IN_VAIN or slots.shares(slot)):
+            if not (used or slots.perhaps_held(slot) or slots.shares(slot)):
                 return True
             sure = not slots.in_hand(slot)
         sure = sure and self._is_of(receipt, slot.value)
