@@ -35,7 +35,7 @@ from gpuspill.distributed.settings_report import announce_settings
 from gpuspill.distributed.task_inputs import Job, OutputSizes
 from gpuspill.distributed.uses import TieredUses
 from gpuspill.distributed.wire import Window
-from gpuspill.distributed.worker import spilling_class
+from gpuspill.distributed.worker import claims_of, spilling_class
 from gpuspill.errors import ConfigError, DataLostError
 from gpuspill.manager.admission import Admission
 from gpuspill.storage.directory import sweep_leftovers
@@ -348,6 +348,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
     store.on_store = attachment.learn
     store.passes_on = partial(internals.passes_on, worker)
     store.on_lost = attachment.lost
+    store.claims = claims_of(worker.executors.get("default")) or store.claims
     if store is not old:
         _take_over(worker, old, store)
         internals.replace_data(worker, store)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from gpuspill.classes import identities, is_instance
+from gpuspill.classes import is_instance
 from gpuspill.config import Settings
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import Tier
@@ -23,7 +23,7 @@ from gpuspill.distributed.blocking import BlockingReads
 from gpuspill.distributed.inspection import TierView, shown, with_device
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.parked import ParkedKeys
-from gpuspill.distributed.sizes import Noted, claimed_nbytes, external_nbytes, measure
+from gpuspill.distributed.sizes import SCALARS, Claims, Noted, external_nbytes, measure
 from gpuspill.distributed.takeover import AdoptingStore
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire
@@ -35,9 +35,6 @@ from gpuspill.tier import DeviceTier, Internal, Skeleton
 from gpuspill.tier.tier import lost
 
 __all__ = ["SpillStore", "SpilledSize"]
-
-#: Of which there may be hundreds of thousands, and about which nothing has to be found out.
-_SCALARS = identities(int, float, complex, bool, str, bytes, type(None))
 
 
 _ABSENT = object()
@@ -82,6 +79,8 @@ class SpillStore(MutableMapping[Hashable, object]):
         hand. Else a record that there is of it no longer counts.
     has_lost_values
         Whether another worker sent word that a value is lost for good, and its key is still here.
+    claims
+        What values claimed to have in the threads that made them.
     on_lost
         Called with the error when a read by key finds that a value is lost, in the reading thread.
 
@@ -118,6 +117,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.on_lost: Callable[[DataLostError], object] | None = None
         self.metrics = Metrics() if metrics is None else metrics
         self._lost: set[Hashable] = set()
+        self.claims = Claims()
         self._estimated = Noted()
         self._external = Noted()
 
@@ -133,7 +133,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.settle_parked()
         if self._lost:
             self._lost.discard(key)
-        if id(type(value)) in _SCALARS:
+        if id(type(value)) in SCALARS:
             # With as few calls as can be: this is what the smallest tasks return, by the hundred thousand.
             if self._estimated.nbytes or self._external.nbytes:
                 self._estimated.note(key, None)
@@ -151,7 +151,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.manager.store(key, value, 0, spillable=False)
             return
         nbytes = None if self.on_store is None else self.on_store(key, value)
-        claimed = claimed_nbytes(value)
+        claimed = self.claims.take(value)
         self._estimated.note(key, claimed)
         if claimed is not None:
             nbytes = claimed

@@ -10,12 +10,18 @@ from typing import Any
 from dask.sizeof import sizeof, sizeof_default
 from distributed.sizeof import safe_sizeof
 
-from gpuspill.classes import is_instance, is_plain
+from gpuspill.classes import identities, is_instance, is_plain
 from gpuspill.core.sizes import UNKNOWN_NBYTES, as_nbytes
 from gpuspill.device.arrays import estimated_nbytes
 from gpuspill.walk import replace
 
-__all__ = ["Noted", "claimed_nbytes", "external_nbytes", "measure"]
+__all__ = ["SCALARS", "Claims", "Noted", "claimed_nbytes", "external_nbytes", "measure"]
+
+#: Of which there may be hundreds of thousands, and about which nothing has to be found out.
+SCALARS = identities(int, float, complex, bool, str, bytes, type(None))
+
+#: So many answers are kept at most for values that are not stored: tasks whose worker closes meanwhile.
+_CLAIMS = 1000
 
 
 def claimed_nbytes(value: object) -> int | None:
@@ -24,12 +30,42 @@ def claimed_nbytes(value: object) -> int | None:
     What dask says of such types is ``sys.getsizeof``, which knows nothing of memory elsewhere, or nothing: looking for
     the size of a type makes dask import what it has for the type's library, which raises for Numba's simulator.
     """
-    cls, known = type(value), False
+    nbytes = None if _is_known(type(value)) else estimated_nbytes(value)
+    return nbytes if nbytes is None or nbytes == as_nbytes(nbytes) else None
+
+
+def _is_known(cls: type) -> bool:
+    known = False
     if is_plain(cls):
         with suppress(Exception):
             known = sizeof.dispatch(cls) is not sizeof_default  # type: ignore[no-untyped-call]
-    nbytes = None if known else estimated_nbytes(value)
-    return nbytes if nbytes is None or nbytes == as_nbytes(nbytes) else None
+    return known
+
+
+class Claims:
+    """What objects claim to have, asked in the threads of the tasks that made them.
+
+    A type's ``nbytes`` may take its time, and the event loop, on which values are stored, would stand still meanwhile.
+    Thread-safe; each step is one operation that Python makes atomic.
+    """
+
+    def __init__(self) -> None:
+        self._claims: dict[int, tuple[type, int | None]] = {}
+
+    def ask(self, value: object) -> None:
+        """Ask a value that is about to be stored, once, in this thread. Raises nothing but KeyboardInterrupt."""
+        cls = type(value)
+        if id(cls) in SCALARS or _is_known(cls):
+            return
+        claimed = claimed_nbytes(value)
+        if len(self._claims) >= _CLAIMS:
+            self._claims.clear()
+        self._claims[id(value)] = cls, claimed
+
+    def take(self, value: object) -> int | None:
+        """Return what :func:`claimed_nbytes` does; if the value was not asked before, it is now."""
+        cls, claimed = self._claims.pop(id(value), (None, None))
+        return claimed if cls is type(value) else claimed_nbytes(value)
 
 
 def measure(value: object) -> int:

@@ -49,6 +49,7 @@ from gpuspill.distributed.internals import (
     urgency,
 )
 from gpuspill.distributed.sending import Parcel, Receiver, pack
+from gpuspill.distributed.sizes import Claims
 from gpuspill.distributed.task_inputs import Job, granted
 from gpuspill.distributed.views import ClosedView, LostValue, Poison, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
@@ -57,7 +58,7 @@ from gpuspill.errors import DataLostError, ManagerClosed
 if TYPE_CHECKING:
     from gpuspill.distributed.attachment import Attachment
 
-__all__ = ["Nanny", "Unproxied", "Worker", "spilling_class"]
+__all__ = ["Nanny", "Unproxied", "Worker", "claims_of", "spilling_class"]
 
 logger = logging.getLogger("gpuspill")
 
@@ -313,33 +314,49 @@ def _itself(node: GraphNode) -> GraphNode:
 
 
 def _prepares_inputs(executor: Any) -> bool:
-    """Make an executor prepare the inputs of a task in the thread that runs it, if it can. Idempotent."""
+    """Make an executor prepare the inputs of a task in the thread that runs it, if it can. Idempotent.
+
+    What a task returns is asked there, too, for what it claims to have.
+    """
     # The test is distributed's own: it decides how the task is run.
     if "ThreadPoolExecutor" not in str(type(executor)) or executor is _offload_executor:
         return False  # messages are (de)serialised by the one offload thread, so nothing may wait in it
     submit = executor.submit
-    if getattr(submit, "prepares_inputs", False):
+    if getattr(submit, "claims", None) is not None:
         return True
+    claims = Claims()
 
     def prepare_and_submit(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         job = _JOB.get()
         if job is None or job.claimed:
-            return submit(fn, *args, **kwargs)
+            return submit(_run_and_ask, claims, fn, *args, **kwargs)
         job.claimed = True
         context = copy_context()  # what is read here is booked on the task
 
         def run() -> Any:
             context.run(job.prepare)
-            return fn(*args, **kwargs)
+            return _run_and_ask(claims, fn, *args, **kwargs)
 
         return submit(run)
 
-    prepare_and_submit.prepares_inputs = True  # type: ignore[attr-defined]
+    prepare_and_submit.claims = claims  # type: ignore[attr-defined]
     try:
         executor.submit = prepare_and_submit
     except AttributeError:  # it has slots
         return False
     return True
+
+
+def _run_and_ask(claims: Claims, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    outcome = fn(*args, **kwargs)
+    if type(outcome) is dict and outcome.get("op") == "task-finished":
+        claims.ask(outcome["result"])
+    return outcome
+
+
+def claims_of(executor: Any) -> Claims | None:
+    """Return where an executor notes what values claim to have that its tasks return; None if it does not."""
+    return executor.submit.claims if _prepares_inputs(executor) else None
 
 
 # -- sending -------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from typing import ClassVar
 
 import dask
 import numpy as np
@@ -89,6 +91,35 @@ async def test_an_input_whose_deserialiser_raises_what_is_no_error_fails_its_tas
 
 async def coroutine_task(x):
     return 0
+
+
+class Lazy:
+    """Finds out its size when it is asked, if at all; dask knows none for its type."""
+
+    asked: ClassVar[list[int]] = []
+
+    def __init__(self, error=None):
+        self.error = error
+
+    @property
+    def nbytes(self):
+        Lazy.asked.append(threading.get_ident())
+        if self.error is not None:
+            raise DEADLY[self.error]
+        return 12_345
+
+
+@spilling(nthreads=(("127.0.0.1", 1),), limits=(None, 1))
+@pytest.mark.parametrize("error", [None, "builtins.SystemExit"])
+async def test_what_a_value_claims_to_have_is_asked_once_in_the_thread_of_its_task(c, s, a, error):
+    """It may take its time, during which the event loop would stand still."""
+    Lazy.asked.clear()
+    x = c.submit(Lazy, error, key="x")
+    await wait(x)
+    assert len(Lazy.asked) == 1
+    assert Lazy.asked[0] != threading.get_ident()
+    assert a.data.statistics().estimated_nbytes == (0 if error else 12_345)
+    assert a.status == Status.running
 
 
 @spilling(nthreads=(("127.0.0.1", 1),), limits=(None, 1))
