@@ -181,6 +181,26 @@ def tiny(arms: str, repeat: int, tasks: int, mode: str, nthreads: int, json_path
 
 
 @bench.command()
+@_arms_option("gpuspill,unadmitted", "gpuspill, unadmitted (nothing waits for room), stock")
+@_repeat_option(3)
+@click.option("--limit", type=SIZE, default="80MB", show_default=True, help="Bytes of values in a worker's memory.")
+@click.option("--chunk", type=SIZE, default="8MB", show_default=True, help="Size of a value.")
+@click.option(
+    "--delay",
+    type=float,
+    default=0.2,
+    show_default=True,
+    help="Slow every file operation of every store down by so many seconds.",
+)
+@JSON_OPTION
+def priority(arms: str, repeat: int, limit: int, chunk: int, delay: float, json_path: Path | None) -> None:
+    """Time an urgent task behind a stream of others, where memory is full and the disk slow."""
+    from gpuspill.bench.priority import Priority
+
+    _measure(Priority(limit=limit, chunk=chunk, delay=delay), arms, repeat, json_path)
+
+
+@bench.command()
 @_arms_option("stock,gpuspill")
 @_repeat_option(3)
 @click.option(
