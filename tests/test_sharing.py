@@ -337,3 +337,36 @@ def test_in_the_middle_of_reading_a_container(kit, meanwhile):
             "deleted": 0,
         }[meanwhile]
     )
+
+
+@pytest.mark.parametrize("when", ["clean", "while it is written", "while it is pinned"])
+def test_the_record_of_a_deleted_key_goes_although_a_view_stays(kit, when):
+    """No key leads to it any more."""
+    manager = kit.manager
+    manager.store("x", base())
+
+    def view():
+        kit.store.hook = lambda operation, at: None
+        manager.set_limit(None, None)
+        manager.store("v", manager.look("x")[5:])
+        manager.discard("x")
+
+    if when == "while it is written":
+        kit.store.hook = lambda operation, at: view() if at == "after" else None
+        kit.manager.set_limit(0, None)
+        kit.engine.spill()
+    else:
+        kit.spill("x")
+        assert kit.records() == 1
+        pins = manager.pin(["x"]) if when == "while it is pinned" else None
+        value = manager.get("x")
+        manager.store("v", value[5:])
+        manager.discard("x")
+        if pins is not None:
+            assert kit.records() == 1, "it may be read again"
+            pins.release()
+        del value
+    assert kit.records() == 0
+    assert manager.memory_total() == NBYTES + VIEW_NBYTES
+    manager.discard("v")
+    assert manager.memory_total() == 0

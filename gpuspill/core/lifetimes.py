@@ -81,11 +81,18 @@ class Lifetimes:
         self._let_go_of_parts(entry)
 
     def release(self, entry: Entry) -> None:
-        """One key, pin, move or other value less needs the entry: forget it if that was the last."""
+        """One key, pin, move or other value less needs the entry: forget it if that was the last.
+
+        What only other values need, as memory that they keep alive, needs no record.
+        """
         if entry.keys:
             self._candidates.classify(entry)
         elif not entry.needed:
             self._forget(entry)
+        elif entry.has(Tier.DISK) and not (entry.pins or entry.moving):
+            freed = entry.disk_nbytes
+            self._records.give_up(entry)
+            self._candidates.relieve(freed)
 
     def _forget(self, entry: Entry) -> None:
         pid = entry.pid

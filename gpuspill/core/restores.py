@@ -99,7 +99,7 @@ class Restores:
         self._counters.restores += 1
         self._counters.restored_nbytes += entry.nbytes
         self._records.keep(entry)
-        if not entry.needed:
+        if not (entry.keys or entry.pins):
             self._lifetimes.release(entry)
         else:
             if self._records.keep_clean and not renewed:

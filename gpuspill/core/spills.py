@@ -135,7 +135,7 @@ class Spills:
         refusals, entry.refusals, entry.need = entry.refusals, 0, 0
         renewed, entry.renewed = entry.renewed, False
         taken, entry.taken = entry.taken, False
-        if not entry.needed:
+        if not (entry.keys or entry.pins):
             self._lifetimes.release(entry)
         elif renewed or taken:
             records.keep(entry)

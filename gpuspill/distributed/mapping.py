@@ -8,7 +8,17 @@ before anybody asks; where a hook is missing the result is the same, only the ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -29,6 +39,7 @@ from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
+from gpuspill.manager.admission import Admission
 from gpuspill.manager.statistics import Statistics
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.tier import DeviceTier, Internal, Skeleton
@@ -264,9 +275,9 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.tier.manager.wait_for_room()
         self.manager.wait_for_room()
 
-    def unpark_later(self, key: Internal) -> None:
-        """Give a parked value up, soon. May be called from a finaliser: takes no lock."""
-        self._parked.give_up(key)
+    def unpark_later(self, key: Internal, pins: Sequence[Admission] = ()) -> None:
+        """Give a parked value up, with what pins it, soon. May be called from a finaliser: takes no lock."""
+        self._parked.give_up(key, pins)
 
     def settle_parked(self) -> None:
         """Delete the parked values that were given up."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from gpuspill.manager.admission import Admission
 from gpuspill.tier import Internal
 
 __all__ = ["ParkedKey", "ParkedKeys"]
@@ -25,7 +26,7 @@ class ParkedKeys:
     Attributes
     ----------
     given_up
-        Keys that nobody needs any more, whose values were not deleted yet.
+        Keys that nobody needs any more, whose values were not deleted yet, and what pins those.
 
     Notes
     -----
@@ -38,7 +39,7 @@ class ParkedKeys:
     def __init__(self) -> None:
         self._keys: set[Internal] = set()
         self._numbers = itertools.count(1)
-        self.given_up: deque[Internal] = deque()
+        self.given_up: deque[tuple[Internal, Sequence[Admission]]] = deque()
 
     def new(self) -> Internal:
         """Return a new key."""
@@ -46,15 +47,17 @@ class ParkedKeys:
         self._keys.add(key)
         return key
 
-    def give_up(self, key: Internal) -> None:
-        """Note that nobody needs a key any more. From any thread, at any point."""
-        self.given_up.append(key)
+    def give_up(self, key: Internal, pins: Sequence[Admission] = ()) -> None:
+        """Note that nobody needs a key any more, nor the pins on its value. From any thread, at any point."""
+        self.given_up.append((key, pins))
 
     def settle(self, delete: Callable[[Internal], object]) -> None:
-        """Call ``delete(key)`` for each key that nobody needs any more, and forget it."""
+        """Undo the pins on each value that nobody needs any more, call ``delete(key)``, and forget the key."""
         with suppress(IndexError):
             while True:
-                key = self.given_up.popleft()
+                key, pins = self.given_up.popleft()
+                for pin in pins:
+                    pin.release()
                 delete(key)
                 self._keys.discard(key)
 

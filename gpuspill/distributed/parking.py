@@ -126,7 +126,7 @@ class Parked:
     def __del__(self) -> None:
         store = getattr(self, "_store", None)
         if store is not None and self._key is not None:
-            store.unpark_later(self._key)
+            store.unpark_later(self._key, self._pins)  # those that were not left, if it was open
 
     def __reduce__(self) -> Any:
         return _identity, (self.resolve(),)

@@ -266,3 +266,24 @@ async def test_a_task_that_forks(c, s, a):
     await wait(x)
     assert await c.submit(task) == 49_995_000
     assert (await x).sum() == 10_000
+
+
+@pytest.mark.parametrize("dropped", ["entered", "entered twice", "in a generator"])
+@spilling(limits=(1,), nthreads=ONE)
+async def test_a_handle_that_is_dropped_while_it_is_open_keeps_nothing(c, s, a, dropped):
+    def task():
+        def generator():
+            with gpuspill.proxify(np.arange(10_000)) as value:
+                yield value.sum()
+
+        if dropped == "in a generator":
+            next(generator())
+            return
+        handle = gpuspill.proxify(np.arange(10_000))
+        for _ in dropped.split():
+            handle.__enter__()
+
+    await c.submit(task, key="t")
+    await async_poll_for(lambda: a.data.statistics().pinned_nbytes == 0, timeout=10)
+    assert not a.data._parked
+    assert a.data.manager.keys() == ["t"]
