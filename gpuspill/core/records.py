@@ -32,11 +32,13 @@ class Records:
         Told when a record is given up, and when there is room for what was refused.
     effects, counters
         Where to note what was decided.
+    block_nbytes
+        Bytes of which each record takes a whole number.
 
     Attributes
     ----------
     disk
-        What records take and may take. Nobody waits for room here: what does not fit is refused.
+        What records take and may take, in whole blocks. Nobody waits for room here: what does not fit is refused.
 
     Notes
     -----
@@ -51,8 +53,10 @@ class Records:
         candidates: Candidates,
         effects: Effects,
         counters: Counters,
+        block_nbytes: int = 1,
     ) -> None:
         self.disk = Budget(limit)
+        self._block_nbytes = block_nbytes
         self.keep_clean = keep_clean
         self._entries = ledger.entries
         self._candidates = candidates
@@ -69,7 +73,7 @@ class Records:
 
         Redundant records are given up first, if that is enough.
         """
-        entry.need = nbytes
+        nbytes = entry.need = self._in_blocks(nbytes)
         more = nbytes - entry.disk_nbytes
         if self.exceeded(more):
             return False
@@ -83,6 +87,7 @@ class Records:
         Returns None if the quota forbids it, or while values are blocked: a disk that refuses is not asked again by
         each one that comes. Redundant records are given up first, if that is enough.
         """
+        nbytes = self._in_blocks(nbytes)
         if self._candidates.blocked or self.exceeded(nbytes):
             return None
         self.reclaim(nbytes)
@@ -92,6 +97,7 @@ class Records:
 
     def exceeded(self, more: int) -> bool:
         """Whether `more` bytes do not fit on disk, even if all redundant records are given up."""
+        more = self._in_blocks(more)
         return self.disk.limit is not None and self.disk.committed - self._redundant_nbytes + more > self.disk.limit
 
     def reclaim(self, more: int = 0) -> None:
@@ -153,8 +159,12 @@ class Records:
         self._effects.deleted.append(entry.pid)
 
     def _charge(self, entry: Entry, nbytes: int) -> None:
+        nbytes = self._in_blocks(nbytes)
         self.disk.used += nbytes - entry.disk_nbytes
         entry.disk_nbytes = nbytes
+
+    def _in_blocks(self, nbytes: int) -> int:
+        return -(-nbytes // self._block_nbytes) * self._block_nbytes
 
     def validate(self) -> None:
         """Raise AssertionError unless just those records are redundant whose values are in memory. O(n)."""

@@ -65,6 +65,8 @@ class SpillState:
     small_below
         ``small_below(limit)`` tells below how many bytes a value is small, and so a victim only if no other can go; see
         :func:`gpuspill.core.policy.small_below`.
+    block_nbytes
+        Bytes of which each record takes a whole number on disk.
     make_entry, entries
         See :class:`~gpuspill.core.ledger.Ledger`.
 
@@ -91,6 +93,7 @@ class SpillState:
         held: Callable[[int], bool] = _never,
         keep_clean: bool = True,
         small_below: Callable[[int | None], int] = lambda _: 0,
+        block_nbytes: int = 1,
         make_entry: Callable[[int, int], Entry] = Entry,
         entries: MutableMapping[int, Any] | None = None,
     ) -> None:
@@ -101,7 +104,7 @@ class SpillState:
         read_ahead = self.read_ahead = ReadAhead()
         charges = self.charges = Charges(memory)
         candidates = self.candidates = Candidates(ledger, held, small_below)
-        records = self._records = Records(disk_limit, keep_clean, ledger, candidates, effects, counters)
+        records = self._records = Records(disk_limit, keep_clean, ledger, candidates, effects, counters, block_nbytes)
         lifetimes = self._lifetimes = Lifetimes(ledger, charges, candidates, records, read_ahead, effects, counters)
         room = self._room = Room(charges, candidates, lifetimes, effects, counters)
         self._spills = Spills(ledger, charges, candidates, records, lifetimes, room, counters)

@@ -107,6 +107,7 @@ class Metadata:
             keep_clean=keep_clean,
             # Elsewhere there is no block that a small one would take.
             small_below=small_below if custody is None else lambda _: 0,
+            block_nbytes=store.block_nbytes,
             make_entry=Slot,
             entries=self.slots,
         )

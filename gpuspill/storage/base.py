@@ -330,6 +330,11 @@ class Store(ABC):
         """
 
     @property
+    def block_nbytes(self) -> int:
+        """Bytes of which each record takes a whole number; 1 where there are no blocks, or that is not known."""
+        return 1
+
+    @property
     def inside(self) -> bool:
         """Whether the calling thread is in the middle of an operation, in which it may hold a lock.
 

@@ -132,6 +132,7 @@ class FileStore(Store):
         self._directory = PrivateDirectory(self._parent, named)
         self._directories = [self._directory]
         self.path = self._directory.path
+        self._block_nbytes = max(1, os.statvfs(self.path).f_frsize)
         self._finalizer = weakref.finalize(self, _remove_all, self._directories)
 
     def __repr__(self) -> str:
@@ -421,6 +422,11 @@ class FileStore(Store):
                 self.delete(self._postponed.popleft())
 
     # -- looking ---------------------------------------------------------------------------------
+
+    @property
+    def block_nbytes(self) -> int:
+        """See :attr:`Store.block_nbytes`: the file system's."""
+        return self._block_nbytes
 
     @property
     def inside(self) -> bool:

@@ -47,6 +47,11 @@ class WrapperStore(Store):
         self.store.close()
 
     @property
+    def block_nbytes(self) -> int:
+        """See :attr:`Store.block_nbytes`."""
+        return self.store.block_nbytes
+
+    @property
     def inside(self) -> bool:
         """See :attr:`Store.inside`."""
         return self.store.inside

@@ -37,10 +37,10 @@ class Books:
 class Disk(Books):
     """Their records, too."""
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, block_nbytes: int = 1) -> None:
         super().__init__()
         self.effects, self.counters = Effects(), Counters()
-        self.records = Records(limit, True, self.ledger, self.candidates, self.effects, self.counters)
+        self.records = Records(limit, True, self.ledger, self.candidates, self.effects, self.counters, block_nbytes)
 
     def clean(self, key: str, nbytes: int) -> Entry:
         """A value with a redundant record of `nbytes`."""
@@ -180,3 +180,22 @@ def test_effects_are_taken_once():
     assert not effects
     effects.dropped.append(2)
     assert taken.dropped == [1]
+
+
+class TestBlocks:
+    def test_a_record_takes_whole_blocks(self) -> None:
+        """Twenty thousand numbers of 24 bytes take 80 MB on disk, whatever their files say."""
+        disk = Disk(8192, block_nbytes=4096)
+        disk.clean("a", 24)
+        disk.clean("b", 4096)
+        assert disk.records.disk.used == 8192
+        value = disk.value("c")
+        value.begin(Tier.HOST, Tier.DISK)
+        assert disk.records.reserve(value, 1), "in the place of the oldest"
+        assert disk.records.disk.used == 8192
+        disk.records.written(value, 4097)
+        assert disk.records.disk.used == 3 * 4096
+        disk.records.unwritten(value)
+        assert disk.records.disk.used == 4096
+        assert disk.records.promise(1) is not None
+        assert disk.records.promise(4097) is None

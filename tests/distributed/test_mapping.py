@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import threading
 import tracemalloc
@@ -538,5 +539,16 @@ def test_a_value_takes_no_more_than_400_bytes_beside_itself_and_its_key(tmp_path
         for key in keys:
             store.peek(key)
         assert len(store.manager._metadata.state.queue._recent._places) <= 2 * count + 64, "uses leave something behind"
+    finally:
+        store.close()
+
+
+def test_what_is_on_disk_is_counted_in_blocks(tmp_path):
+    store = build_store(Settings(device=None), str(tmp_path))
+    try:
+        for n in range(10):
+            store[n] = float(n)
+        store.manager.evict_all()
+        assert store.spilled_total.disk == 10 * os.statvfs(tmp_path).f_frsize
     finally:
         store.close()
