@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import cloudpickle
@@ -18,6 +18,7 @@ from distributed import Actor, BaseActorFuture, Client, Event, Future, MultiLock
 from distributed.protocol.serialize import pickle_loads
 
 from gpuspill.classes import named
+from gpuspill.distributed.culprits import Named
 from gpuspill.distributed.reductions import Reduce, flat, reduce_registered, reduction_of, registration
 from gpuspill.errors import cut_loose
 from gpuspill.storage.base import Buffer, Frame, FrameStream
@@ -142,6 +143,10 @@ class _Attempt:
         by_value = [name.encode() for name in cloudpickle.list_registry_pickle_by_value()]
         return any(name in self.pieces for name in (b"__main__", *by_value))
 
+    def names(self, module: str, name: str) -> bool:
+        """Whether the pickle refers to a class or function."""
+        return module.encode() in self.pieces and name.encode() in self.pieces
+
     def outcome(self) -> tuple[dict[str, Any], list[Frame]]:
         """Return header and frames."""
         header = {"serializer": "pickle", "writeable": tuple(not buffer.readonly for buffer in self.buffers)}
@@ -195,13 +200,21 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
-def pickled(value: object) -> tuple[dict[str, Any], list[Frame]]:
+def pickled(value: object, refused: Collection[Named] = ()) -> tuple[dict[str, Any], list[Frame]]:
     """Return header and frames of a value as distributed's ``pickle`` family has them. The frames alias the value.
+
+    Parameters
+    ----------
+    value
+        The value.
+    refused
+        Classes and functions that failed to make a value from a pickle.
 
     Raises
     ------
     TypeError
-        It cannot be pickled, or must not be: it has an object that is bound to this process.
+        It cannot be pickled, or must not be: it has an object that is bound to this process, or one that would not come
+        back.
     MemoryError
         There is no room for what has to be copied.
     """
@@ -218,6 +231,8 @@ def pickled(value: object) -> tuple[dict[str, Any], list[Frame]]:
             by_base = by_value
             cut_loose(error)
         else:
+            if known := next((name for name in refused if attempt.names(*name)), None):
+                raise TypeError(f"{'.'.join(known)} could not make a value from what was written before")
             if by_value or not attempt.names_what_others_lack():
                 return attempt.outcome()
         by_value = True

@@ -19,7 +19,7 @@ from gpuspill.distributed.sizes import measure
 from gpuspill.distributed.task_inputs import granted
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Form, Slot, Window, Wire, type_name, wrap
-from gpuspill.errors import DataLostError, cut_loose
+from gpuspill.errors import DataLostError, ManagerClosed, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.serialization import Encoded
@@ -147,7 +147,15 @@ class Parcel:
             elif receiver.form == "value" or value.header == FOREIGN_HEADER:
                 # Decoded for the receiver alone: putting it into the store would push something else out. Of a record
                 # that distributed's own buffer wrote, nobody but its own reader makes sense.
-                self.values[key] = await self._decoded(value, receiver)
+                try:
+                    self.values[key] = await self._decoded(value, receiver)
+                except (ManagerClosed, MemoryError):
+                    raise
+                except Exception as error:
+                    # Who asks would ask again without an end.
+                    raise DataLostError(
+                        f"the value of {key!r} cannot be made from its record: {error!r}", key
+                    ) from error
             elif receiver.form == "serialized" and len(value.header) > _ON_LOOP_NBYTES:
                 self.values[key] = await offload(wrap, value, receiver.form, type_of(key))
             else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -19,6 +20,7 @@ from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.serialize import deserialize, deserialize_bytes, serialize
 
 from gpuspill.classes import is_plain
+from gpuspill.distributed.culprits import Named, culprit_of
 from gpuspill.distributed.pickling import pickled, unpickled
 from gpuspill.distributed.reductions import flat, keep_flag, registration
 from gpuspill.manager.serialization import Serialized
@@ -41,6 +43,7 @@ class DaskSerializer:
 
     def __init__(self, families: Sequence[str] = ("dask", "pickle")) -> None:
         self._families = tuple(families)
+        self._refused: set[Named] = set()
 
     def dumps(self, value: object) -> Serialized:
         """Serialise.
@@ -58,19 +61,39 @@ class DaskSerializer:
             keep_flag(header, value)
             frames = [flat(part) for part in parts]
         else:
-            header, frames = pickled(value)
+            header, frames = pickled(value, tuple(self._refused))
         packed: bytes = msgpack.packb(header, use_bin_type=True)
         return Serialized(packed, frames)
 
     def loads(self, header: bytes, frames: Sequence[Buffer]) -> object:
-        """Rebuild the value; it may alias the frames, which have to be writable for it to be."""
+        """Rebuild the value; it may alias the frames, which have to be writable for it to be.
+
+        Raises
+        ------
+        Exception
+            Whatever the value's classes raise. If it is clear which class or function cannot make the value, a note
+            says so, and from now on no value with it is serialised.
+        """
         if header == FOREIGN_HEADER:
             return deserialize_bytes(frames[0])
         # Decoded anew each time: dask takes keys out of the header while it rebuilds collections.
         decoded = msgpack.unpackb(header, raw=False, use_list=False, strict_map_key=False)
-        if decoded.get("serializer") == "pickle" and "compression" not in decoded:
+        if decoded.get("serializer") != "pickle" or "compression" in decoded:
+            return deserialize(decoded, list(frames))  # type: ignore[no-untyped-call]
+        try:
             return unpickled(decoded, frames)
-        return deserialize(decoded, list(frames))  # type: ignore[no-untyped-call]
+        except MemoryError:
+            raise
+        except Exception as error:
+            culprit = culprit_of(frames)
+            if culprit is not None:
+                self._refused.add(culprit)
+                with suppress(Exception):
+                    name = ".".join(culprit)
+                    error.add_note(
+                        f"gpuspill: {name} cannot make a value from its pickle; such values now stay in memory"
+                    )
+            raise
 
 
 def _has_a_way(value: Any) -> bool:

@@ -12,10 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask import delayed
-from distributed import Client, Event, Lock, Queue, Variable
+from distributed import Client, Event, LocalCluster, Lock, Queue, Variable, wait
+from distributed.client import FutureCancelledError
 from distributed.protocol import serialize_bytelist
 from distributed.protocol.serialize import Serialize, Serialized, ToPickle, dask_deserialize, dask_serialize
 
+import gpuspill
 from gpuspill.distributed import pickling
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
 from gpuspill.storage.base import FrameStream, in_memory
@@ -363,6 +365,110 @@ class Attributed(np.ndarray):
         made = array.view(cls)
         made.unit = "m"
         return made
+
+
+def explode(*_):
+    raise ZeroDivisionError("cannot be made")
+
+
+class Unloadable:
+    """Can be pickled, and not be made from the pickle."""
+
+    nbytes = 10_000
+
+    def __reduce__(self):
+        return explode, (np.ones(1000), {"a": Particular(1, "x")})
+
+
+class UnloadableState:
+    def __getstate__(self):
+        return {"a": 1}
+
+    def __setstate__(self, state):
+        raise ZeroDivisionError("cannot be made")
+
+
+class UnloadableNew(int):
+    def __new__(cls, first, second):
+        return super().__new__(cls, first + second)
+
+
+class TestWhatCannotBeMadeAgain:
+    @pytest.mark.parametrize(
+        ("make", "name"),
+        [
+            (Unloadable, "explode"),
+            (UnloadableState, "UnloadableState"),
+            (lambda: UnloadableNew(1, 2), "UnloadableNew"),
+        ],
+    )
+    def test_the_first_fails_by_name_and_others_stay(self, make, name):
+        serializer = DaskSerializer()
+        with pytest.raises((ZeroDivisionError, TypeError)) as caught:
+            through_disk([make()], serializer)
+        (note,) = caught.value.__notes__
+        assert f"{__name__}.{name} cannot make a value" in note
+        for value in (make(), {"deep": [make()]}):
+            with pytest.raises(TypeError, match=f"{name} could not make a value from what was written before"):
+                serializer.dumps(value)
+        assert through_disk([Plain(1)], serializer) == [Plain(1)], "others go on"
+
+    def test_a_library_of_all_values_is_not_to_blame(self):
+        class Thing:
+            pass
+
+        dask_serialize.register(Thing)(lambda value: ({}, [b"x"]))
+        dask_deserialize.register(Thing)(explode)
+        serializer = DaskSerializer()
+        for value in (Thing(), [Thing(), np.ones(1000)]):
+            for _ in range(2):
+                with pytest.raises(ZeroDivisionError):
+                    through_disk(value, serializer)
+        assert through_disk([np.ones(1000)], serializer)[0].sum() == 1000
+
+    def test_no_room_is_not_to_blame(self):
+        serializer = DaskSerializer()
+        with pytest.raises(MemoryError):
+            through_disk(NoRoom(), serializer)
+        assert serializer.dumps(NoRoom())
+
+    @pytest.mark.cluster
+    @pytest.mark.parametrize("scattered", [False, True])
+    def test_a_task_fails_by_name_and_a_client_in_the_process_does_not_ask_for_ever(self, scattered):
+        """What can be computed is computed anew for the client, and then stays in memory."""
+        data = gpuspill.data(host_limit="5 kB", follow_process_memory=False)
+        options = {"n_workers": 1, "processes": False, "dashboard_address": ":0", "silence_logs": 60}
+        with LocalCluster(**options, data=data) as cluster, Client(cluster) as client:
+            future = client.scatter(Unloadable(), hash=False) if scattered else client.submit(Unloadable)
+            wait(future)
+            (worker,) = cluster.workers.values()
+            worker.data.manager.evict_all()
+            assert not worker.data.manager.is_resident(future.key)
+            used = client.submit(name_of, future)
+            with pytest.raises(ZeroDivisionError) as caught:
+                used.result(timeout=30)
+            assert "explode cannot make a value" in caught.value.__notes__[0]
+            if scattered:
+                with pytest.raises(FutureCancelledError):
+                    future.result(timeout=30)
+                return
+            assert type(future.result(timeout=30)) is Unloadable
+            worker.data.manager.evict_all()
+            assert worker.data.manager.is_resident(future.key)
+            assert client.submit(name_of, future, pure=False).result(timeout=30) == "Unloadable"
+
+
+def name_of(value):
+    return type(value).__name__
+
+
+class NoRoom:
+    def __reduce__(self):
+        return no_room, ()
+
+
+def no_room():
+    raise MemoryError
 
 
 class TestBoundObjects:
