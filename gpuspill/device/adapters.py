@@ -169,7 +169,7 @@ class NumbaAdapter(ArrayAdapter):
         """Return what memory the data of an array is, what keeps it, and what dies with it."""
         owner = data.owner
         if type(owner) is _Interface:
-            return owner.memory.identity, owner.memory, owner.memory
+            return owner.memory.identity, owner.memory, owner.memory.token
         if hasattr(owner, "device_pointer_value"):
             # Numba counts those that own memory, and frees it with the last of them, whoever refers to the memory
             # itself. The data of an array is one of them.
@@ -298,7 +298,7 @@ class InterfaceAdapter(ArrayAdapter):
         layout, address = found
         memory = value.memory
         moved = Layout(address - memory.address, layout.shape, layout.strides, layout.dtype, layout.itemsize)
-        return self.describes(memory.identity, memory, moved)
+        return self.describes(memory.identity, memory, moved, memory.token)
 
     def rebuild(self, memory: Allocation, layout: Layout) -> Any:
         """Return what describes (part of) the memory, and keeps it alive."""

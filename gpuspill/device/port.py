@@ -193,6 +193,11 @@ class Allocation(ABC):
         """The library's object that owns the memory, where there is one; else the allocation itself."""
         return self
 
+    @property
+    def token(self) -> object:
+        """What lives exactly as long as the memory, where that is another object; else the allocation itself."""
+        return self
+
 
 class Event(ABC):
     """A point in a stream."""
@@ -361,7 +366,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def borrow(self, identity: AllocationId, owner: object) -> Allocation:
+    def borrow(self, identity: AllocationId, owner: object, token: object = None) -> Allocation:
         """Return an allocation for memory that a library allocated, so that it can be copied from and to.
 
         It keeps `owner`, which keeps the memory, and must not be given to :meth:`free`.
@@ -372,6 +377,8 @@ class Device(ABC):
             The memory.
         owner
             What keeps the memory alive.
+        token
+            What lives exactly as long as the memory. Default: the owner.
 
         Raises
         ------

@@ -48,12 +48,12 @@ class Entry:
         found
             Its description.
         """
-        unit = self._book.join(found.identity, found.token)
+        unit = self._book.join(found.identity, found.token, found.owner)
         if unit is not None:
             self._note(unit, array, found)
             return unit
         try:
-            allocation = self._device.borrow(found.identity, found.owner)
+            allocation = self._device.borrow(found.identity, found.owner, found.token)
         except (ValueError, TypeError):
             return None
         new = self._book.create(found.identity.nbytes, estimated=found.estimated)

@@ -124,19 +124,23 @@ class Book:
             # own, or while the manager keeps it.
             return found is token or isinstance(found, Allocation) or entry.memory() is not None
 
-    def join(self, identity: AllocationId, token: object) -> Unit | None:
+    def join(self, identity: AllocationId, token: object, keeper: object = None) -> Unit | None:
         """Return the unit of an allocation that is alive, with one reference more; None if there is none.
 
         Parameters
         ----------
         identity, token
             As in a description of an array on it.
+        keeper
+            What the caller has in hand that keeps the memory. If the unit has left, it is put back on it by that.
         """
         with self._lock:
             if not self.knows(identity, token):
                 return None
             entry = self._known[identity]
             entry.unit.references += 1
+            if entry.memory() is None:
+                entry.unit.offered = keeper
             return entry.unit
 
     def enter(self, memory: DeviceMemory, *, unless_known: bool = False) -> Unit:
@@ -277,7 +281,7 @@ class Book:
     def _count_references(self, like: DeviceMemory) -> int:
         """Return what is reported for a keeper to which only its memory refers, in the ways that `like` does."""
         keeper = object()
-        alone = DeviceMemory(like.unit, self._device.borrow(like.identity, keeper), keeper, keeper)
+        alone = DeviceMemory(like.unit, self._device.borrow(like.identity, keeper, keeper), keeper, keeper)
         del keeper
         return getrefcount(alone.keeper)
 
@@ -292,11 +296,12 @@ class Book:
         return lambda: self._revive(unit, watch)
 
     def _revive(self, unit: Unit, watch: Watch) -> DeviceMemory | None:
-        keeper = watch()
-        if keeper is None or not watch.keeps:
+        token = watch()
+        keeper = token if watch.keeps else unit.offered
+        if token is None or keeper is None:
             return None
-        allocation = keeper if isinstance(keeper, Allocation) else self._device.borrow(watch.identity, keeper)
-        memory = DeviceMemory(unit, allocation, keeper)
+        allocation = keeper if isinstance(keeper, Allocation) else self._device.borrow(watch.identity, keeper, token)
+        memory = DeviceMemory(unit, allocation, keeper, token)
         self.enter(memory)
         return memory
 

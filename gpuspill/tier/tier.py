@@ -150,8 +150,13 @@ class DeviceTier:
         if label is not None:
             self.manager.settle(label)
         found = self._disassembler.disassemble(value)
-        if touched and found is not value:
-            self.manager.renew(found.units)
+        if found is not value:
+            try:
+                if touched:
+                    self.manager.renew(found.units)
+            finally:
+                for unit in found.units:
+                    unit.offered = None
         return found
 
     def _disperse(self, key: Hashable, value: object, nbytes: int) -> tuple[object, int] | None:

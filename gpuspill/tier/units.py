@@ -61,9 +61,11 @@ class Unit(Internal):
         The arrays on it that are somewhere in use, by what builds them: recipes, and composites.
     users
         The keys of which the device's manager knows when they are needed next.
+    offered
+        What keeps its memory although it has left, while a value on that is being stored.
     """
 
-    __slots__ = ("arrays", "estimated", "nbytes", "references", "users")
+    __slots__ = ("arrays", "estimated", "nbytes", "offered", "references", "users")
     called = "device allocation"
 
     def __init__(self, number: int, nbytes: int, *, estimated: bool = False) -> None:
@@ -72,6 +74,7 @@ class Unit(Internal):
         self.estimated = estimated
         self.references = 0
         self.users: set[Any] = set()
+        self.offered: Any = None
         self.arrays: dict[Any, weakref.ref[Any]] = {}
 
     @property

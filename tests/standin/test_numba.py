@@ -254,3 +254,42 @@ def test_more_than_the_device(tmp_path, cuda, standin):
     assert rig.tier.statistics().spills >= 48
     assert rig.disk.statistics().records
     rig.close()
+
+
+def test_memory_lingers_for_views_of_arrays_that_were_built_on_it_anew(rig, cuda):
+    """Whoever holds it: the array that was stored is gone, and what was handed out in its place was a new one."""
+    array = cuda.to_device(np.arange(100.0))
+    view = array[50:]
+    rig.put("x", array)
+    del array
+    other = rig.get("x")[:10]
+    rig.to_host()
+    assert rig.tier.statistics().lingering_nbytes == 800
+    del view
+    rig.to_host()
+    assert rig.tier.statistics().lingering_nbytes == 800
+    del other
+    rig.to_host()
+    assert rig.tier.statistics().lingering_nbytes == 0
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_is_stored_again_after_it_left_is_put_back_on_its_memory(rig, cuda, anew):
+    """It may have been changed in place meanwhile, and what was written is of before that."""
+    array = cuda.to_device(np.arange(100.0))
+    rig.put("x", array)
+    if anew:  # an array that is built on the memory of the one that was stored
+        del array
+        array = rig.get("x")
+    view = array[50:]
+    del array
+    rig.to_host()
+    assert (rig.tier.statistics().device_nbytes, rig.tier.statistics().lingering_nbytes) == (0, 800)
+    view.copy_to_device(np.full(50, -1.0))
+    rig.put("view", view)
+    assert (rig.tier.statistics().device_nbytes, rig.tier.statistics().lingering_nbytes) == (800, 0)
+    assert rig.tier.statistics().units == 1
+    del view
+    rig.to_host()
+    assert rig.tier.statistics().device_nbytes == 0
+    np.testing.assert_array_equal(rig.get("x").copy_to_host(), [*range(50), *[-1] * 50])

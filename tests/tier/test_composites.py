@@ -300,13 +300,14 @@ def test_frames_of_no_library_come_back_as_memory_with_the_interface():
 
     recipe = _frame_recipe(found)
     assert recipe.adapter == InterfaceAdapter.name
-    memory = types.SimpleNamespace(address=0x20000, nbytes=64, identity=("cuda:0", 0x20000, 64))
+    memory = types.SimpleNamespace(address=0x20000, nbytes=64, identity=("cuda:0", 0x20000, 64), token="token")
     rebuilt = registry.rebuild(recipe, memory)
     interface = rebuilt.__cuda_array_interface__
     assert (interface["data"], interface["shape"], interface["typestr"]) == ((0x20000, False), (64,), "|u1")
     assert rebuilt.memory is memory
     again = registry.describe(rebuilt)
     assert (again.identity, again.owner, again.layout.offset) == (memory.identity, memory, 0)
+    assert again.token == "token"
 
 
 # -- one composite, several threads: each order made to happen -----------------------------------------

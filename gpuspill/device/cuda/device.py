@@ -52,13 +52,20 @@ class GpuAllocation(Allocation):
     __slots__ = ("_address", "_device", "_ending", "_freed", "_held", "_nbytes", "memory", "serial")
 
     def __init__(
-        self, device: GpuDevice, address: int, nbytes: int, serial: int, memory: DriverMemory | None, owner: object
+        self,
+        device: GpuDevice,
+        address: int,
+        nbytes: int,
+        serial: int,
+        memory: DriverMemory | None,
+        owner: object,
+        token: object = None,
     ) -> None:
         self._device = device
         self._address = address
         self._nbytes = nbytes
         self.serial = serial
-        self._held = [] if owner is None else [owner]
+        self._held = [] if owner is None else [owner, owner if token is None else token]
         self._freed = False
         self.memory = memory
         # A copy in flight refers to the allocation, so there is none then.
@@ -85,6 +92,11 @@ class GpuAllocation(Allocation):
     def owner(self) -> object:
         """The library's object that owns the memory, if it is borrowed; else the allocation itself."""
         return self._held[0] if self._held else self
+
+    @property
+    def token(self) -> object:
+        """What lives exactly as long as the memory: the library's, if it is borrowed; else the allocation itself."""
+        return self._held[1] if self._held else self
 
     def require(self) -> None:
         """Raise UseAfterFree if it was freed."""
@@ -242,13 +254,13 @@ class GpuDevice(Device):
         """See :meth:`Device.release_by`."""
         return self._release.by(run)
 
-    def borrow(self, identity: AllocationId, owner: object) -> Allocation:
+    def borrow(self, identity: AllocationId, owner: object, token: object = None) -> Allocation:
         """Return an allocation for memory that a library allocated, or the one it was built on if that is ours."""
         if isinstance(owner, GpuAllocation) and owner.device is self and owner.identity == identity:
             return owner
         if identity.device != self.identity:
             raise ValueError(f"{identity} is not on {self!r}")
-        return GpuAllocation(self, identity.address, identity.nbytes, 0, None, owner)
+        return GpuAllocation(self, identity.address, identity.nbytes, 0, None, owner, token)
 
     def _own(self, allocation: Allocation) -> GpuAllocation:
         if not isinstance(allocation, GpuAllocation) or allocation.device is not self:

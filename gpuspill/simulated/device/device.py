@@ -172,7 +172,7 @@ class SimulatedDevice(Device):
         """
         return self._allocator.adopt(storage)
 
-    def borrow(self, identity: AllocationId, owner: object) -> SimulatedAllocation:
+    def borrow(self, identity: AllocationId, owner: object, token: object = None) -> SimulatedAllocation:
         """Return the allocation of an array: here, memory of arrays and memory of the port are the same."""
         if not isinstance(owner, SimulatedAllocation) or owner.identity != identity:
             raise ValueError(f"{owner!r} does not own {identity}")
