@@ -117,6 +117,12 @@ def test_the_page_of_the_simulated_device_names_its_options() -> None:
     assert shown == {name.replace("_", "-") for name in _SIMULATED}
 
 
+def test_every_public_name_is_explained_on_the_page_of_the_api() -> None:
+    text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    explained = {name.rpartition(".")[2] for name in re.findall(r"\.\. auto(?:function|class|exception):: (\S+)", text)}
+    assert set(gpuspill.__all__) - explained == {"__version__"}
+
+
 def test_every_drawing_is_shown_and_whole() -> None:
     page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     assert re.findall(r"^```\{drawing\} (\w+)$", page, flags=re.MULTILINE) == list(gpuspill_drawings.DRAWINGS)
