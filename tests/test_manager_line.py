@@ -120,6 +120,22 @@ def test_no_one_waits_for_ever_for_one_who_does_not_end(kit):
     kit.running.release()
 
 
+def test_that_does_not_depend_on_spill_threads(kit):
+    """They may all be in the middle of writes that hang."""
+    full(kit)
+    first, second = (kit.manager.admit(name, (), MB) for name in ("first", "second"))
+    kit.manager.relent()
+    kit.clock.advance(0.9)
+    kit.manager.relent()
+    assert (first.granted, second.granted) == (True, False)
+    kit.clock.advance(0.2)
+    kit.manager.relent()
+    assert second.granted
+    for admission in first, second:
+        admission.release()
+    kit.running.release()
+
+
 def test_spill_threads_are_told_that_there_is_something_to_wait_for(kit):
     full(kit)
     first = kit.manager.admit("first", (), MB)

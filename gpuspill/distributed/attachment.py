@@ -257,6 +257,9 @@ class Attachment:
             show_worker(self._worker)
         self.follower.update()
         self.hints.follow_if_needed()  # if values came although no task ran here
+        self.store.manager.relent()
+        if self.store.tier is not None:
+            self.store.tier.manager.relent()
 
     def _accounted(self) -> int:
         store = self.store

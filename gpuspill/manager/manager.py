@@ -386,6 +386,13 @@ class ProxifyManager:
         """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write."""
         self._admitter.wait_for_room()
 
+    def relent(self) -> None:
+        """Let one in beyond the limit, if one waits for others to end and no one has been let in for a second.
+
+        Spill threads see to that. To be called now and then all the same: they may all be stuck in writes.
+        """
+        self._spiller.relent()
+
     def improve(self, admission: Admission, order: Order) -> None:
         """An admission has become as urgent as `order`, if that is more urgent than before."""
         self._admitter.improve(admission, order)

@@ -97,8 +97,8 @@ class Spiller:
             loose = state.loose
             # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
             # are let go at this very point, and would wait for ever if there always were something to try.
-            if pid is None and (waits := state.stalled) is not None:
-                pause = self._relent(state, waits, metadata.clock())
+            if pid is None:
+                pause = self._relent(state)
             if pid is None and state.candidates.set_aside and state.memory.over():
                 pause = min(pause, self._try_again(state, metadata.clock()))
         if metadata.slots.looped_nbytes >= _COLLECT_NBYTES:
@@ -130,11 +130,18 @@ class Spiller:
             del value
         self._held.relent(metadata.clock())
 
-    def _relent(self, state: SpillState, waits: int, now: float) -> float:
-        """Let one in beyond the limit if no one has been for long; return the seconds until it is time for that.
+    def relent(self) -> None:
+        """Let one in beyond the limit if no one has been for long, on any thread: spill threads may all be stuck."""
+        metadata = self._metadata
+        with metadata as state:
+            if not metadata.nested and not metadata.closed:
+                self._relent(state)
 
-        `waits` is what tells one wait from the next.
-        """
+    def _relent(self, state: SpillState) -> float:
+        """Under the lock: do so, and return the seconds until it is time for that; infinity if no one waits so."""
+        waits, now = state.stalled, self._metadata.clock()
+        if waits is None:
+            return float("inf")
         if waits != self._stalled:
             self._stalled, self._stalled_at = waits, now
         left = self._stalled_at + _PATIENCE - now
