@@ -145,7 +145,7 @@ def admission() -> str:
     canvas.arrow((180, 144), (180, 172), (73, 172), (73, 198))
     canvas.arrow((230, 144), (230, 198))
     canvas.arrow((280, 144), (280, 172), (387, 172), (387, 198))
-    canvas.text(230, 266, "waits, wait_seconds", kind="code")
+    canvas.text(242, 266, "waits, wait_seconds", kind="code")
     canvas.text(387, 266, "overruns", kind="code")
     canvas.arrow((165, 244), (165, 290), (73, 290), (73, 246), kind="arrow dashed")
     canvas.text(119, 306, "room came", kind="small")
@@ -159,18 +159,19 @@ def streams() -> str:
     for y, name in rows:
         canvas.text(4, y + 20, name, kind="small", anchor="start")
         canvas.line(88, y + 44, 456, y + 44, "lane-line")
-    for number, x in enumerate((92, 212, 332)):
-        canvas.box(x, 18, 116, 38, f"kernel {number + 1}", kind="device")
-    for x, name in ((212, "spill A"), (332, "spill B")):
-        canvas.box(x, 88, 104, 38, name, kind="disk")
-    for x, name in ((92, "restore C"), (212, "restore D")):
-        canvas.box(x, 158, 104, 38, name, kind="host")
-    canvas.arrow((208, 56), (208, 107), (211, 107), kind="arrow dashed")
-    canvas.arrow((196, 177), (204, 177), (204, 74), (330, 74), (330, 57), kind="arrow dashed")
+    for number, x in enumerate((92, 228, 364)):
+        canvas.box(x, 18, 92, 38, f"kernel {number + 1}", kind="device")
+    for x, name in ((228, "spill A"), (364, "spill B")):
+        canvas.box(x, 88, 92, 38, name, kind="disk")
+    for x, name in ((92, "restore C"), (228, "restore D")):
+        canvas.box(x, 158, 92, 38, name, kind="host")
+    for x in (92, 228):  # what the kernel wrote is spilled; what was restored is read by the next kernel
+        canvas.arrow((x + 76, 56), (x + 76, 72), (x + 182, 72), (x + 182, 86), kind="arrow dashed")
+        canvas.arrow((x + 92, 177), (x + 114, 177), (x + 114, 37), (x + 134, 37), kind="arrow dashed")
     canvas.line(88, 216, 452, 216)
     canvas.arrow((440, 216), (456, 216))
     canvas.text(270, 230, "time", kind="small")
-    canvas.text(230, 252, "An event orders each copy after the work that filled its memory (dashed).", kind="small")
+    canvas.text(230, 252, "Events (dashed) order a spill after the kernel, a kernel after the restore.", kind="small")
     canvas.text(230, 270, "Memory is freed only after the event of its copy was observed.", kind="small")
     return canvas.done()
 
