@@ -118,6 +118,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "clean_copies": (True, SWITCH),
     "buffer_pool": (128 * 2**20, SIZE),
     "follow_process_memory": (True, SWITCH),
+    "spill_timeout": (60.0, SECONDS),
     "storage_delay": (0.0, SECONDS),
     "device": ("auto", DEVICE),
     "device_memory_limit": ("auto", DEVICE_LIMIT),

@@ -395,9 +395,9 @@ def closing(kit: Kit) -> Iterator[None]:
     engine = kit.manager._engine
     close = engine.close
 
-    def told() -> None:
+    def told(timeout: float = 0.0) -> None:
         closed.set()
-        close()
+        close(timeout)
 
     engine.close = told  # type: ignore[method-assign]
     thread.start()

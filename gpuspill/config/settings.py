@@ -76,6 +76,9 @@ class Settings:
     follow_process_memory
         Whether process memory that is not managed counts against the limit, as
         ``distributed.worker.memory.spill`` does.
+    spill_timeout
+        Seconds after which a task no longer waits for a spill that has not ended, as where a disk hangs. Closing the
+        store waits as long for I/O. 0: no limit.
     storage_delay
         Seconds to add to every file operation: shows how a job behaves on a slow disk.
     store
@@ -99,6 +102,7 @@ class Settings:
     device_memory_limit: int | float | Literal["auto"] | None = "auto"
     gds: str | None = None
     follow_process_memory: bool = True
+    spill_timeout: float = 60.0
     storage_delay: float = 0.0
     store: Callable[[str], Any] | None = None
 
@@ -311,6 +315,7 @@ _PARSERS: Mapping[str, Any] = {
     "device_memory_limit": _device_limit,
     "gds": _gds,
     "follow_process_memory": _switch,
+    "spill_timeout": _seconds,
     "storage_delay": _seconds,
     "store": _factory,
 }

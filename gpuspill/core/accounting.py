@@ -33,7 +33,9 @@ class Charges:
     away
         Number of values that are not in memory: spilled, on their way back, or lost.
     spilling, spilling_small
-        Number of spills in flight, and of those that are of small values.
+        Number of spills in flight, without those that are stalled, and of those that are of small values.
+    stuck
+        Whether all who write are in the middle of stalled spills, so that no other spill can begin.
     """
 
     def __init__(self, memory: Budget) -> None:
@@ -45,6 +47,7 @@ class Charges:
         self.away = 0
         self.spilling = 0
         self.spilling_small = 0
+        self.stuck = False
 
     def enter(self, entry: Entry) -> None:
         """A new value is in memory."""
@@ -80,7 +83,7 @@ class Charges:
                 self.pinned_nbytes += more
         elif entry.has(Tier.DISK):
             self.spilled_nbytes += more
-        if entry.target == Tier.DISK:
+        if entry.target == Tier.DISK and not entry.stalled:
             self.memory.leaving += more
             entry.leaving += more
         entry.nbytes = nbytes
@@ -92,8 +95,17 @@ class Charges:
         self.spilling += 1
         self.spilling_small += entry.small
 
+    def stall_spill(self, entry: Entry) -> None:
+        """It takes so long that nobody counts on it any more. Idempotent."""
+        if not entry.stalled:
+            self.end_spill(entry)
+            entry.stalled = True
+
     def end_spill(self, entry: Entry) -> None:
         """It came to its end, whichever."""
+        if entry.stalled:
+            entry.stalled = False
+            return
         self.memory.leaving -= entry.leaving
         entry.leaving = 0
         self.spilling -= 1
@@ -155,7 +167,8 @@ class Charges:
                 spilled += 1
                 spilled_nbytes += entry.nbytes
             away += not entry.resident
-            spilling += entry.target == Tier.DISK
+            spilling += entry.target == Tier.DISK and not entry.stalled
+            assert not entry.stalled or entry.target == Tier.DISK, entry
             leaving += entry.leaving
         assert leaving == self.memory.leaving, (leaving, self.memory.leaving)
         assert spilling == self.spilling

@@ -1,8 +1,9 @@
 """Who may add bytes to memory now and who waits, and the room that can be made without a write.
 
 Those who wait do so in one line, by priority and age (:mod:`gpuspill.core.line`). The first of them waits while
-something can still make room: a spill in flight, a candidate that was not tried yet, or memory that is about to be let
-go. When none is left it is let in all the same and counted as an *overrun*, so admission alone never stops a worker.
+something can still make room: a spill in flight that has not stalled, a candidate that was not tried yet and that a
+thread is left to write, or memory that is about to be let go. When none is left it is let in all the same and counted
+as an *overrun*, so admission alone never stops a worker.
 
 Overruns are let in one at a time. While one has not ended and memory is over its limit, the next one waits for its
 end. It does not if the one before may itself wait for others in line (:meth:`Room.detach`). :meth:`Room.relent` ends
@@ -192,7 +193,7 @@ class Room:
         return (
             charges.spilling > charges.spilling_small
             or self._lifetimes.loose > 0
-            or self._candidates.can_free(max(1, nbytes - leaving))
+            or (not charges.stuck and self._candidates.can_free(max(1, nbytes - leaving)))
         )
 
     @property

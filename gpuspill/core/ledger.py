@@ -99,6 +99,8 @@ class Entry(Residency):
         How many values have it as a part. While one has, evicting it would free nothing.
     leaving
         Bytes that its spill in flight is going to free.
+    stalled
+        Its spill in flight takes too long, and nobody counts on it.
     loose
         The last of them was let go, but is perhaps not gone yet.
     need
@@ -127,6 +129,7 @@ class Entry(Residency):
     _names: dict[Hashable, None] | tuple[()] | None = ()
 
     renewed = Rare(False)
+    stalled = Rare(False)
     taken = Rare(False)
     need = Rare(0)
     refusals = Rare(0)

@@ -40,6 +40,7 @@ from gpuspill.core.records import Records
 from gpuspill.core.residency import Tier
 from gpuspill.core.restores import Restores
 from gpuspill.core.spills import Spills
+from gpuspill.errors import InvalidTransition
 
 __all__ = ["SpillState"]
 
@@ -439,6 +440,24 @@ class SpillState:
         """
         self.candidates.retry(held, blocked)
         # Once: between the two, those who wait would be let go although there are candidates again.
+        self._room.balance()
+
+    # -- moves that take too long --------------------------------------------------------------------
+
+    def stall_spill(self, pid: int) -> None:
+        """A spill in flight takes too long: nobody waits for it any more, and others go instead. Idempotent.
+
+        It may still end, in any way.
+        """
+        entry = self.ledger.entries[pid]
+        if entry.target != Tier.DISK:
+            raise InvalidTransition(f"proxy {pid} is not being spilled")
+        self.charges.stall_spill(entry)
+        self._room.balance()
+
+    def set_stuck(self, stuck: bool) -> None:
+        """Tell whether all who write are in the middle of stalled spills, so that no candidate can make room."""
+        self.charges.stuck = stuck
         self._room.balance()
 
     # -- for the caller ----------------------------------------------------------------------------

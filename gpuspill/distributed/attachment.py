@@ -61,6 +61,7 @@ _FIXED = (
     "buffer_pool",
     "device",
     "gds",
+    "spill_timeout",
     "storage_delay",
     "store",
 )
@@ -255,6 +256,7 @@ class Attachment:
         if not self._shown:
             self._shown = True  # once: now the worker's HTTP server runs
             show_worker(self._worker)
+        self.store.notice_stalls()
         self.follower.update()
         self.hints.follow_if_needed()  # if values came although no task ran here
         self.store.manager.relent()

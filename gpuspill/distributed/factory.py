@@ -85,6 +85,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
         keep_clean=settings.clean_copies,
         spill_threads=settings.spill_threads,
         restore_threads=settings.restore_threads,
+        spill_timeout=settings.spill_timeout,
         name=name,
     )
     tier = None
@@ -98,6 +99,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
             past_host=past_host,
             spill_threads=settings.spill_threads,
             restore_threads=settings.restore_threads,
+            spill_timeout=settings.spill_timeout,
             name=name,
         )
     return SpillStore(manager, metrics, settings=settings, pool=pool, records=records, tier=tier)

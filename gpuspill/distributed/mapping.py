@@ -279,6 +279,12 @@ class SpillStore(MutableMapping[Hashable, object]):
         """Give a parked value up, with what pins it, soon. May be called from a finaliser: takes no lock."""
         self._parked.give_up(key, pins)
 
+    def notice_stalls(self) -> None:
+        """Let nobody wait any more for spills that take too long; see :mod:`gpuspill.manager.stalls`. Fast."""
+        self.manager.notice_stalls()
+        if self.tier is not None:
+            self.tier.manager.notice_stalls()
+
     def settle_parked(self) -> None:
         """Delete the parked values that were given up."""
         if self._parked.given_up:

@@ -46,7 +46,7 @@ def proxify(value: Any) -> Parked:
 
     Blocks while there is more in memory than may be and something can still leave, so that a task may park more than
     fits; not on the event loop, not where the handle just keeps the value, and not if the setting
-    ``gpuspill.manager.admission`` is off.
+    ``gpuspill.admission`` is off.
     """
     if type(value) is Parked:
         return value

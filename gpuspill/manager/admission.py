@@ -17,6 +17,9 @@ __all__ = ["Admission"]
 
 logger = logging.getLogger("gpuspill")
 
+#: Seconds until whoever waits looks whether there is still something to wait for.
+_LOOK_AGAIN = 0.5
+
 
 class Admission:
     """Pins on the inputs of one task or transfer, and room for what is missing and for the output.
@@ -107,7 +110,13 @@ class Admission:
         waiting = threading.Lock()
         waiting.acquire()
         self.add_done_callback(waiting.release)
-        return waiting.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        left = float("inf") if timeout is None else timeout
+        while left > _LOOK_AGAIN:
+            if waiting.acquire(timeout=_LOOK_AGAIN):
+                return True
+            self._admitter.look()  # what is waited for may hang
+            left -= _LOOK_AGAIN
+        return waiting.acquire(timeout=max(0.0, left))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback` once granted or released: now, in this thread, if it is; else in the thread that makes room.

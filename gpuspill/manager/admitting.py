@@ -11,6 +11,7 @@ from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.metadata import Metadata
+from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.threads import Engine
 
 __all__ = ["Admitter"]
@@ -21,17 +22,23 @@ class Admitter:
 
     Parameters
     ----------
-    metadata, engine
+    metadata, engine, stalls
         The manager's.
+
+    Attributes
+    ----------
+    look
+        To be called now and then while somebody waits; see :meth:`gpuspill.manager.stalls.Stalls.look`.
 
     Notes
     -----
     Thread-safe; only :meth:`wait_for_room` blocks. :meth:`promise` is to be called under the lock of the metadata.
     """
 
-    def __init__(self, metadata: Metadata, engine: Engine) -> None:
+    def __init__(self, metadata: Metadata, engine: Engine, stalls: Stalls) -> None:
         self._metadata = metadata
         self._engine = engine
+        self.look = stalls.look
 
     # -- handing out ---------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ in :mod:`gpuspill.manager.metadata`); the parts carry out:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -46,11 +47,14 @@ from gpuspill.manager.serialization import Encoded, Serializer
 from gpuspill.manager.sharing import Sharing
 from gpuspill.manager.slots import Custody, Slot
 from gpuspill.manager.spill import Spiller
+from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.statistics import Statistics, take_snapshot
-from gpuspill.manager.threads import Engine
+from gpuspill.manager.threads import Engine, run_for
 from gpuspill.storage.base import Frame, Receipt, Store
 
 __all__ = ["ProxifyManager"]
+
+logger = logging.getLogger("gpuspill")
 
 _ABSENT = object()
 
@@ -83,6 +87,9 @@ class ProxifyManager:
         Keep the record of restored values.
     spill_threads, restore_threads
         Background threads.
+    spill_timeout
+        Seconds after which nobody waits any more for a spill that has not ended, and for the end of threads and of I/O
+        when the manager is closed; 0 for no limit.
     name
         Part of the thread names.
     clock
@@ -115,6 +122,7 @@ class ProxifyManager:
         keep_clean: bool = True,
         spill_threads: int = 1,
         restore_threads: int = 2,
+        spill_timeout: float = 0.0,
         name: str = "0",
         clock: Callable[[], float] = time.monotonic,
         engine: Callable[..., Engine] = Engine,
@@ -126,7 +134,12 @@ class ProxifyManager:
         self._store = store
         sizes = SizeModel()
         sharing = Sharing(metadata, shared)
-        self._spiller = Spiller(metadata, store, serializer, sizes if custody is None else None, observer=observer)
+        self._timeout = spill_timeout
+        self._name = f"gpuspill-{name}"
+        self._stalls = stalls = Stalls(metadata, spill_timeout, spill_threads)
+        self._spiller = Spiller(
+            metadata, store, serializer, sizes if custody is None else None, stalls, observer=observer
+        )
         self._engine = threads = engine(
             self._spiller.step, spill_threads=spill_threads, restore_threads=restore_threads, name=name
         )
@@ -143,7 +156,7 @@ class ProxifyManager:
             sharing=sharing,
         )
         self._intake = Intake(metadata, sharing, sizes, sizeof)
-        self._admitter = Admitter(metadata, threads)
+        self._admitter = Admitter(metadata, threads, stalls)
         self._gatherer = Gatherer(metadata, threads, serializer, self._restorer, self._admitter)
         self._evictor = Evictor(metadata, threads, self._spiller)
         self._prefetcher = Prefetcher(metadata, self._restorer)
@@ -393,6 +406,13 @@ class ProxifyManager:
         """
         self._spiller.relent()
 
+    def notice_stalls(self) -> None:
+        """Let nobody wait any more for spills that take too long.
+
+        Threads that wait see to that themselves; coroutines cannot, so it is to be called now and then. Fast.
+        """
+        self._stalls.look()
+
     def improve(self, admission: Admission, order: Order) -> None:
         """An admission has become as urgent as `order`, if that is more urgent than before."""
         self._admitter.improve(admission, order)
@@ -543,7 +563,8 @@ class ProxifyManager:
     def close(self) -> None:
         """Stop the threads and remove everything from disk. Values in memory stay readable.
 
-        Whoever waits for room is let go. Idempotent; blocks until running moves have ended.
+        Whoever waits for room is let go. Idempotent; blocks until running moves have ended, or for no longer than twice
+        the manager's `spill_timeout`: then threads, and perhaps files, are left behind, with a warning.
         """
         with self._metadata as state:
             if self._metadata.closed:
@@ -552,8 +573,13 @@ class ProxifyManager:
             self._metadata.closed = True
             state.memory.limit = None
             state.retry()
-        self._engine.close()
+        self._engine.close(self._timeout)
         # What breaks cycles: values go with the manager, not with the next collection.
         self._metadata.engine = None
         self._decoder.disperse = None
-        self._store.close()
+        if not run_for(self._store.close, self._timeout, f"{self._name}-close"):
+            logger.warning(
+                "closing does not wait any longer for the removal of files, after %g seconds (gpuspill.spill-timeout): "
+                "the disk may hang. What stays is swept by the next start",
+                self._timeout,
+            )

@@ -18,6 +18,7 @@ from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.observer import Observer
 from gpuspill.manager.serialization import Encoded, Serializer
 from gpuspill.manager.slots import Slot
+from gpuspill.manager.stalls import Stalls
 from gpuspill.storage.base import Borrow, Frame, Receipt, Store, frame_nbytes, in_memory
 from gpuspill.storage.record import digest, flat
 
@@ -52,6 +53,8 @@ class Spiller:
         The manager's.
     sizes
         Learns from serialised sizes; None if sizes are exact.
+    stalls
+        Knows which spills are in flight.
     observer
         Told about I/O.
     """
@@ -62,9 +65,11 @@ class Spiller:
         store: Store,
         serializer: Serializer,
         sizes: SizeModel | None,
+        stalls: Stalls,
         *,
         observer: Observer | None,
     ) -> None:
+        self._stalls = stalls
         self._metadata = metadata
         self._store = store
         self._serializer = serializer
@@ -186,6 +191,7 @@ class Spiller:
         clock = metadata.clock
         slot = metadata.slots[pid]
         value = slot.value  # stays: nothing may drop the source of a move
+        self._stalls.begin(pid)
         start = clock()
         frames: Sequence[Frame]
         try:
@@ -196,6 +202,7 @@ class Spiller:
                 raise
             return
         middle = clock()
+        self._stalls.serialised(pid)
         with metadata as state:
             if self._sizes is not None and slot.kind is not Encoded:
                 right = self._sizes.learn(slot.kind, slot.sizeof, raw)
@@ -236,6 +243,7 @@ class Spiller:
             if state.ledger.entries[pid].refusals:
                 self._blocked.succeeded()
                 self._logged.discard("quota")
+            self._stalls.end(pid, state)
             state.complete_spill(pid, receipt.nbytes, force=force)
         if self._observer is not None:
             self._observer("serialize", middle - start, "seconds")
@@ -364,6 +372,7 @@ class Spiller:
             with self._metadata as state:
                 if not forever:
                     self._blocked.failed(self._metadata.clock(), again=bool(state.ledger.entries[pid].refusals))
+                self._stalls.end(pid, state)
                 state.fail_spill(pid, forever=forever)
 
     def _report(self, slot: Slot, error: BaseException, forever: bool) -> None:

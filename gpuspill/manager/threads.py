@@ -12,13 +12,14 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from gpuspill.errors import is_for_caller
 
-__all__ = ["Engine", "Urgency"]
+__all__ = ["Engine", "Urgency", "run_for"]
 
 logger = logging.getLogger("gpuspill.manager.threads")
 
@@ -76,7 +77,7 @@ class Engine:
         self._spillers = _Spillers(f"gpuspill-spill-{name}", spill_threads, spill_step)
         self._restorers = _Workers(f"gpuspill-restore-{name}", restore_threads)
         self._reaper = _Workers(f"gpuspill-reaper-{name}", 1)
-        self._deleter = _Workers(f"gpuspill-deleter-{name}", 1)
+        self._deleter = _Workers(f"gpuspill-deleter-{name}", 1, does_io=True)
 
     # -- spilling ----------------------------------------------------------------------------------
 
@@ -114,22 +115,44 @@ class Engine:
         if not self._deleter.put(work):
             _finish(work)
 
-    def close(self) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         """Stop all threads and wait for what they are doing.
 
         Idempotent. May be called from one of them, which then ends when it has done what it is doing; must not be
         called with a lock held.
+
+        Parameters
+        ----------
+        timeout
+            Seconds after which threads are left behind that have not ended, with a warning; 0 for no limit. What waits
+            to be deleted is not deleted then.
         """
-        self._spillers.close()
+        until = time.monotonic() + timeout if timeout else None
+        self._spillers.close(until)
         # What is queued runs, and finds that the store is closed: somebody waits for each of these.
-        self._restorers.close()
-        self._reaper.close()
-        self._deleter.close()
+        self._restorers.close(until)
+        self._reaper.close(until)
+        self._deleter.close(until)
 
     def disown(self) -> None:
         """In a forked child, which has none of the threads: be closed, and wait for nobody."""
         for threads in (self._spillers, self._restorers, self._reaper, self._deleter):
             threads.disown()
+
+
+def run_for(work: Callable[[], object], timeout: float, name: str) -> bool:
+    """Run `work`, for `timeout` seconds at most; whether it has ended. 0 for no limit. Else it goes on, on a daemon."""
+    if timeout and not sys.is_finalizing():
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            pass  # there is none to be had, as when Python ends
+        else:
+            thread.join(timeout)
+            return not thread.is_alive()
+    work()
+    return True
 
 
 def _guarded(work: Callable[[], object]) -> BaseException | None:
@@ -163,9 +186,12 @@ class _Threads:
         Of the threads, before their number.
     count
         How many there may be.
+    does_io
+        Whether what is left when this is closed may hang as the threads do, so that it is left if they are.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, *, does_io: bool = False) -> None:
+        self._does_io = does_io
         self._name = name
         self._count = count
         # Only whoever has the claim starts threads, changes the list, or waits for the threads' end.
@@ -175,6 +201,7 @@ class _Threads:
         self._ended: deque[threading.Thread] = deque()
         self._failed = False
         self._closed = False
+        self._until: float | None = None
 
     def start(self) -> None:
         """Start the threads that are missing, unless somebody is just doing that.
@@ -225,8 +252,9 @@ class _Threads:
         """Do what there is to do, until this is closed."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Start no more threads and wait for those that there are. Blocks."""
+    def close(self, until: float | None = None) -> None:
+        """Start no more threads and wait for those that there are, until a time at most. Blocks."""
+        self._until = until
         self._closed = True
         if self._claimant == threading.get_ident():
             return  # called by a finaliser in the middle of starting one, which will see to the rest
@@ -249,14 +277,22 @@ class _Threads:
         while self._claim.acquire(blocking=False):
             try:
                 self._stop()
-                for thread in self._threads:
-                    if thread is not threading.current_thread():
-                        thread.join()
-                self.do_here()
+                left = [thread.name for thread in self._threads if not self._ends(thread)]
+                if left:
+                    logger.warning("closing does not wait any longer for %s: I/O may hang", ", ".join(left))
+                if not left or not self._does_io:
+                    self.do_here()
             finally:
                 self._claim.release()
-            if not self._left_over():
+            if left or not self._left_over():
                 return
+
+    def _ends(self, thread: threading.Thread) -> bool:
+        """Wait for a thread, as long as may be; whether it has ended, or is the calling one."""
+        if thread is not threading.current_thread():
+            thread.join(None if self._until is None else max(0.0, self._until - time.monotonic()))
+            return not thread.is_alive()
+        return True
 
     @property
     def failed(self) -> bool:
@@ -363,12 +399,12 @@ class _Workers(_Threads):
 
     Parameters
     ----------
-    name, count
+    name, count, does_io
         As for the base class.
     """
 
-    def __init__(self, name: str, count: int) -> None:
-        super().__init__(name, count)
+    def __init__(self, name: str, count: int, *, does_io: bool = False) -> None:
+        super().__init__(name, count, does_io=does_io)
         self._lines: tuple[deque[Callable[[], None]], ...] = tuple(deque() for _ in Urgency)
         # Rung once for each piece of work, after it was put in line, and heard by whoever finds the lines empty.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()

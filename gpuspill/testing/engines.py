@@ -95,7 +95,7 @@ class ManualEngine:
         """See :meth:`Engine.disown <gpuspill.manager.threads.Engine.disown>`."""
         self._closed = True
 
-    def close(self) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         """Do what is left; refuse more."""
         self._closed = True
         while self.restore():

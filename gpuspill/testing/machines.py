@@ -76,6 +76,8 @@ class SpillEvents:
         "in_doubt": 2,
         "complete_spill": 5,
         "fail_spill": 4,
+        "stall_spill": 2,
+        "set_stuck": 2,
         "correct_size": 3,
         "hollow": 1,
         "retry": 2,
@@ -262,6 +264,15 @@ class SpillEvents:
         """It could not be written, now or ever."""
         if (pid := self._spilling(c)) is not None:
             self.oracle.fail_spill(pid, forever=c.j % 3 == 0)
+
+    def stall_spill(self, c: Choices) -> None:
+        """A spill takes too long, as may have been said before."""
+        if (pid := self._spilling(c)) is not None:
+            self.oracle.stall_spill(pid)
+
+    def set_stuck(self, c: Choices) -> None:
+        """Nobody is left to write, or somebody is again."""
+        self.oracle.set_stuck(c.j % 3 == 0)
 
     def correct_size(self, c: Choices) -> None:
         """Serialising taught something about a size."""

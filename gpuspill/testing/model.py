@@ -31,6 +31,7 @@ class ModelValue:
     suspect: bool = False  # somebody held it at some time since the last retry
     renewed: bool = False  # it was stored anew while it moved
     small: bool = False  # it was when its spill began
+    stalled: bool = False  # its spill takes too long
     taken: bool = False  # it was used while it was written, and nobody has compared it since
 
     @property
@@ -108,6 +109,7 @@ class Model:
         self.counts = Counter[str]()
         self.events = 0
         self._asked = 0
+        self.stuck = False
         self._seen: set[int] = set()
 
     # -- sums, each time from scratch ----------------------------------------------------------------
@@ -119,8 +121,8 @@ class Model:
 
     @property
     def leaving(self) -> int:
-        """Bytes of values that are being written."""
-        return sum(value.nbytes for value in self.values.values() if value.move == "down")
+        """Bytes of values that are being written, in good time."""
+        return sum(value.nbytes for value in self.values.values() if value.move == "down" and not value.stalled)
 
     @property
     def reserved(self) -> int:
@@ -188,7 +190,7 @@ class Model:
         values = list(values)
         if any(not self.small(value) for value in values):
             return True
-        if any(value.move == "down" and not value.small for value in self.values.values()):
+        if any(value.move == "down" and not (value.small or value.stalled) for value in self.values.values()):
             return True
         return sum(value.nbytes for value in values) + self.leaving >= max(1 + self.leaving, missing)
 
@@ -310,7 +312,7 @@ class Model:
         """One is let in although there is no room: nothing can make any, and it is the only one of its kind."""
         assert self.limit is not None
         assert committed + promise.nbytes > self.limit, "counted as an overrun, but it fits"
-        left = [value for value in self.values.values() if value.candidate]
+        left = [value for value in self.values.values() if value.candidate and not self.stuck]
         missing = committed + promise.nbytes - self.limit
         assert not self.enough(left, missing), f"an overrun, although {left} could go"
         others = self.beyond() if promise.nbytes and committed > self.limit else []
@@ -326,7 +328,7 @@ class Model:
         need = self.promises[first].nbytes
         assert committed + need > self.limit, "waits, although there is room"
         runs = need and committed > self.limit and self.beyond()
-        left = [value for value in self.values.values() if value.movable]
+        left = [value for value in self.values.values() if value.movable and not self.stuck]
         assert runs or self.enough(left, committed + need - self.limit), "waits for nothing"
         for reservation in self.waiting:
             late = self.turns - self.promises[reservation].served_by

@@ -20,6 +20,7 @@ no more than needed  without its last victim, what was evicted would not have be
 order                a value with a known use is a victim only if no other could go that is needed later, or never; a
                      small one only if no other could go, and none is waited for unless all of them are enough
 disk quota           records never take more than is allowed
+stalled              nobody waits for a spill that takes too long, nor for candidates that nobody is left to write
 in use               what was used while it was written, and not compared since, keeps no record of it
 one bad key          what is held, blocked or unspillable never keeps another value from being spilled
 ===================  ================================================================================================
@@ -255,6 +256,7 @@ class Oracle(Model):
         self.state.complete_spill(pid, nbytes, force=force)
         value = self.values[pid]
         value.suspect |= value.taken  # a reason to look at others first
+        value.stalled = False
         value.move, value.disk, value.record = "", True, nbytes
         self.counts["spills"] += 1
         self.counts["spilled_nbytes"] += value.nbytes
@@ -271,10 +273,22 @@ class Oracle(Model):
         """See :meth:`SpillState.fail_spill`."""
         self.state.fail_spill(pid, forever=forever)
         value = self.values[pid]
-        value.move, value.record, value.renewed, value.taken = "", 0, False, False
+        value.move, value.record, value.renewed, value.taken, value.stalled = "", 0, False, False, False
         value.unspillable |= forever
         self.counts["spill_failures"] += 1
         value.blocked = value.barred = not forever
+        self._judge()
+
+    def stall_spill(self, pid: int) -> None:
+        """See :meth:`SpillState.stall_spill`."""
+        self.values[pid].stalled = True
+        self.state.stall_spill(pid)
+        self._judge()
+
+    def set_stuck(self, stuck: bool) -> None:
+        """See :meth:`SpillState.set_stuck`."""
+        self.stuck = stuck
+        self.state.set_stuck(stuck)
         self._judge()
 
     def correct_size(self, pid: int, nbytes: int) -> None:

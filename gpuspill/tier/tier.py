@@ -59,8 +59,8 @@ class DeviceTier:
         Gives host buffers.
     past_host
         Moves bytes between the device and files; None if nothing can.
-    spill_threads, restore_threads
-        Background threads.
+    spill_threads, restore_threads, spill_timeout
+        See :class:`~gpuspill.manager.ProxifyManager`.
     name
         Part of the thread names.
 
@@ -93,6 +93,7 @@ class DeviceTier:
         past_host: PastHost | None = None,
         spill_threads: int = 1,
         restore_threads: int = 2,
+        spill_timeout: float = 0.0,
         name: str = "0",
     ) -> None:
         self.device = device
@@ -114,6 +115,7 @@ class DeviceTier:
             keep_clean=False,
             spill_threads=spill_threads,
             restore_threads=restore_threads,
+            spill_timeout=spill_timeout,
             name=f"{name}-device",
         )
         self._end_release = device.release_by(self.manager.reap)

@@ -104,6 +104,26 @@ async def test_the_loop_is_free_while_a_task_waits(c, s, a):
     await wait(futures)
 
 
+@spilling(
+    limits=("4 MiB",),
+    nthreads=[("", 1), ("", 1)],
+    config={"gpuspill.spill-timeout": "200 ms", "gpuspill.follow-process-memory": False},
+)
+async def test_a_write_that_hangs_stops_no_task_and_no_transfer(c, s, a, b):
+    gate = threading.Event()
+    write = a.data.records.store.write
+    a.data.records.store.write = lambda *args: (gate.wait(60), write(*args))[1]
+    xs = [c.submit(block_of, MB, i, key=f"block_of-{i}", workers=[a.address]) for i in range(12)]
+    ys = [c.submit(block_of, MB, i, key=f"other-{i}", workers=[b.address]) for i in range(4)]
+    await wait(xs + ys)
+    total = c.submit(lambda xs: sum(len(x) for x in xs), ys, workers=[a.address])
+    assert await total == 4 * MB
+    assert not gate.is_set()
+    assert a.data.statistics().overruns > 0
+    gate.set()
+    assert [await c.submit(len, x) for x in xs] == [MB] * 12
+
+
 @pytest.mark.fault("cancelled meanwhile", on="host→disk", outcome="nothing pinned, nothing promised")
 @spilling(limits=("10 MiB",), nthreads=[("", 1)])
 async def test_a_task_that_waits_can_be_cancelled(c, s, a):
