@@ -323,6 +323,11 @@ class Device(ABC):
     def identity(self) -> str:
         """Name of the device, unique in the process: first part of the identity of its allocations."""
 
+    @property
+    def uuid(self) -> str | None:
+        """Name of the device on this machine, whatever process asks; None if it is the process's own."""
+        return None
+
     def device_of(self, address: int) -> str:
         """Return the name of the device that an address belongs to: this one, where it is the only one.
 

@@ -11,6 +11,7 @@ from distributed.protocol.compression import compressions
 
 from gpuspill.config import CODECS, Settings
 from gpuspill.device.shared_memory import shared_memory
+from gpuspill.distributed.device_claims import claim
 from gpuspill.distributed.devices import device_limit, find_device, find_past_host
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.metrics import Metrics
@@ -90,10 +91,13 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     )
     tier = None
     if device is not None:
+        limit = device_limit(settings, device)
+        noted = claim(device, limit)
         tier = DeviceTier(
             device,
             manager,
-            limit=device_limit(settings, device),
+            limit=limit,
+            closed=None if noted is None else noted.release,
             families=DeviceFamilies(),
             allocate=pool.allocate,
             past_host=past_host,

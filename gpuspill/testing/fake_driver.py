@@ -68,6 +68,11 @@ class FakeDriver:
         return self._identity
 
     @property
+    def uuid(self) -> str | None:
+        """None: the device is the process's own."""
+        return None
+
+    @property
     def description(self) -> str:
         """For the log."""
         return f"{self._identity}, a simulated device"

@@ -63,6 +63,8 @@ class DeviceTier:
         See :class:`~gpuspill.manager.ProxifyManager`.
     name
         Part of the thread names.
+    closed
+        Called when it is closed.
 
     Attributes
     ----------
@@ -95,7 +97,9 @@ class DeviceTier:
         restore_threads: int = 2,
         spill_timeout: float = 0.0,
         name: str = "0",
+        closed: Callable[[], None] | None = None,
     ) -> None:
+        self._closed = closed
         self.device = device
         registry = ArrayRegistry(pointer_device=device.device_of) if registry is None else registry
         self._book = Book(device, registry)
@@ -383,6 +387,8 @@ class DeviceTier:
         self._end_release()
         self.manager.close()
         self._serializer.close()
+        if self._closed is not None:
+            self._closed()
 
 
 def _sizeof(value: object) -> int:

@@ -17,6 +17,7 @@ from gpuspill.device.cuda.driver import CudaDriver, NoDevice
 from gpuspill.device.port import CopyPlan, DeviceError, MemoryInfo
 from gpuspill.errors import ConfigError
 from gpuspill.testing.devices import DeviceTests
+from tests.threads import in_thread
 
 MB = 2**20
 TOTAL = 16 * MB
@@ -75,13 +76,19 @@ def test_every_call_is_one_that_the_bindings_have(standin, codes):
     """Names and numbers of arguments, for the installed release; on the way the whole boundary is used."""
     driver = CudaDriver()
     checked = driver._cuda = driver._own._cuda = Checked(driver._cuda)
+    in_thread(use_all, driver, checked, standin, codes)()  # which has no context of its own
+    assert written() - checked.called <= {"cuDeviceGetUuid_v2", "cuDeviceGetUuid"} | ONCE
+
+
+def use_all(driver, checked, standin, codes):
     assert driver._initialise() == 2
     assert driver.memory_info().total == TOTAL
-    assert len(driver._uuid()) == 36
+    assert len(driver.uuid) == 36
     assert driver.device_of(1) == "unknown"
     stream, other = driver.create_stream(), driver.create_stream()
     memory = driver.allocate(1000, stream)
     assert driver.device_of(memory.address) == "cuda:0"
+    assert driver.memory_info().free < TOTAL
     host = driver.pin(1000)
     driver.copy("to_device", memory.address, host, 1000, stream)
     event = driver.record(stream)
@@ -101,7 +108,6 @@ def test_every_call_is_one_that_the_bindings_have(standin, codes):
         driver.destroy_event(one)
     for one in (stream, other):
         driver.destroy_stream(one)
-    assert written() - checked.called <= {"cuDeviceGetUuid_v2", "cuDeviceGetUuid"} | ONCE
 
 
 #: Called when the driver is made, before it can be looked at.

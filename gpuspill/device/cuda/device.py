@@ -168,6 +168,11 @@ class GpuDevice(Device):
         """Return free and total memory in bytes, of the device: what a pool keeps is not free."""
         return self._driver.memory_info()
 
+    @property
+    def uuid(self) -> str | None:
+        """Name of the device on this machine."""
+        return self._driver.uuid
+
     def device_of(self, address: int) -> str:
         """Return the name of the device that memory is on."""
         return self._driver.device_of(address)

@@ -94,7 +94,7 @@ class CudaDriver:
                 "nothing to spill from it. Set gpuspill.device to none to say so"
             )
         self._total = int(self._checked(driver.cuDeviceTotalMem(self._device)))
-        self._nvml = Nvml.find(self._uuid())
+        self._nvml = Nvml.find(self.uuid)
         self._rmm: RmmMemory | None = None
         self._own = OwnMemory(self, driver, pools=bool(self._attribute("MEMORY_POOLS_SUPPORTED")))
 
@@ -125,7 +125,9 @@ class CudaDriver:
         attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self._checked(driver.cuDeviceGetAttribute(attribute, self._device)))
 
-    def _uuid(self) -> str:
+    @property
+    def uuid(self) -> str:
+        """UUID of the device, or of the instance of a shared one."""
         driver = self._cuda
         # Which says of an instance of a MIG device what the instance is; newer bindings have only one of the two.
         ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid

@@ -52,6 +52,10 @@ class Driver(Protocol):
         """Name of the device: ``"cuda:0"``."""
 
     @property
+    def uuid(self) -> str | None:
+        """Name of the device on this machine, whatever process asks; None if it is the process's own."""
+
+    @property
     def description(self) -> str:
         """The device, whose answers are used, and what is left alone: for the log."""
 
