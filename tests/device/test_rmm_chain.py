@@ -486,3 +486,51 @@ class TestBesideCudf:
         installation.reinstall()
         assert installation.installed
         assert not cudf.manager_exists
+
+
+MB = 2**20
+
+#: What RMM has that may hold a lock while it asks below. (Arenas too; they ask CUDA for a device.)
+STACKED = {
+    "pool": lambda mr, below: mr.PoolMemoryResource(below, initial_pool_size=16 * MB),
+    "limit": lambda mr, below: mr.LimitingResourceAdaptor(below, 2**40),
+    "bins": lambda mr, below: mr.BinningMemoryResource(below, 12, 13),
+}
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_rmms_own_resources_on_top(kind):
+    """Spilling gives memory back to what was stacked on the callback. With the callback below, the thread hung."""
+    mr = pytest.importorskip("rmm.mr", reason="RMM is not installed")
+    driver = RmmDriver(SimulatedDevice(64 * MB, clock=ManualClock()), mr)
+    device = GpuDevice(driver, plan=CopyPlan())
+    held, asked = [], []
+
+    def hook(nbytes, retries):
+        asked.append(nbytes)
+        if not held:
+            return False
+        driver.chain.resource().deallocate(*held.pop())
+        return True
+
+    installation = device.on_out_of_memory(hook)
+    stacked = STACKED[kind](mr, driver.chain.resource())
+    mr.set_per_device_resource(ORDINAL, stacked)
+    assert not installation.installed
+    with pytest.raises(MemoryError):  # nothing of ours in the middle of that, whose lock this thread may hold
+        stacked.allocate(128 * MB)
+    assert not asked
+    installation.reinstall()
+    resource = driver.chain.resource()
+    assert installation.installed
+    for _ in range(8):
+        held.append((resource.allocate(12 * MB), 12 * MB))
+    assert asked
+    while held:
+        resource.deallocate(*held.pop())
+    installation.uninstall()
+    # Now, and not at the end of the process, when nothing of Python's can be called any more.
+    driver.reinitialize()
+    driver.chain._made.clear()
+    driver.chain._adaptor = None
+    del resource, stacked
