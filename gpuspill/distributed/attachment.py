@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
@@ -324,7 +325,8 @@ def attach(worker: Any, **options: object) -> SpillStore:
     Raises
     ------
     ConfigError
-        An option cannot be used, or the worker's data is of a kind that cannot be taken over. Nothing was changed.
+        An option cannot be used, the worker's data is of a kind that cannot be taken over, or this Python runs without
+        its global lock. Nothing was changed.
     StorageError
         The spill directory cannot be used. Nothing was changed.
 
@@ -336,6 +338,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
     if attachment is not None:
         _reconfigure(attachment, options)
         return attachment.store
+    _check_interpreter()
     old = worker.memory_manager.data
     if isinstance(old, SpillStore):
         store, settings = old, old.settings
@@ -353,7 +356,10 @@ def attach(worker: Any, **options: object) -> SpillStore:
     store.on_store = attachment.learn
     store.passes_on = partial(internals.passes_on, worker)
     store.on_lost = attachment.lost
-    store.claims = claims_of(worker.executors.get("default")) or store.claims
+    for name, executor in worker.executors.items():
+        claims = claims_of(executor, store.parked)
+        if claims is not None and name == "default":
+            store.claims = claims
     if store is not old:
         _take_over(worker, old, store)
         internals.replace_data(worker, store)
@@ -382,6 +388,16 @@ def attach(worker: Any, **options: object) -> SpillStore:
         attachment.in_background(partial(sweep_leftovers, settings.spill_directory or worker.local_directory))
     announce_settings(worker)
     return store
+
+
+def _check_interpreter() -> None:
+    """Raise ConfigError in a Python without a global lock: single steps that must be atomic are so by that lock."""
+    has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)  # documented, from Python 3.13 on
+    if not has_lock():
+        raise ConfigError(
+            "this Python runs without its global interpreter lock (free-threaded), which gpuspill does not support "
+            "yet. Start it with PYTHON_GIL=1, or use another build of Python"
+        )
 
 
 def _check(old: Any) -> None:
@@ -438,12 +454,14 @@ def data(**options: object) -> tuple[Callable[..., SpillStore], dict[str, Any]]:
     Raises
     ------
     ConfigError
-        An option cannot be used, or no worker can know what ``distributed.worker.memory.spill-compression`` names.
+        An option cannot be used, no worker can know what ``distributed.worker.memory.spill-compression`` names, or
+        this Python runs without its global lock.
 
     Examples
     --------
     >>> cluster = LocalCluster(memory_limit="4 GiB", data=gpuspill.data(host_limit="1 GiB"))  # doctest: +SKIP
     """
+    _check_interpreter()
     check_compression(Settings.load(**options))
     return create, {"options": options}
 

@@ -18,6 +18,7 @@ from collections.abc import (
     Mapping,
     MutableMapping,
     Sequence,
+    Sized,
 )
 from contextlib import suppress
 from dataclasses import replace
@@ -278,6 +279,11 @@ class SpillStore(MutableMapping[Hashable, object]):
     def unpark_later(self, key: Internal, pins: Sequence[Admission] = ()) -> None:
         """Give a parked value up, with what pins it, soon. May be called from a finaliser: takes no lock."""
         self._parked.give_up(key, pins)
+
+    @property
+    def parked(self) -> Sized:
+        """The keys of parked values: empty if there is none."""
+        return self._parked
 
     def notice_stalls(self) -> None:
         """Let nobody wait any more for spills that take too long; see :mod:`gpuspill.manager.stalls`. Fast."""

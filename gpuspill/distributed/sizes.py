@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sized
 from contextlib import suppress
 from sys import getsizeof
 from typing import Any
@@ -47,10 +47,16 @@ class Claims:
 
     A type's ``nbytes`` may take its time, and the event loop, on which values are stored, would stand still meanwhile.
     Thread-safe; each step is one operation that Python makes atomic.
+
+    Attributes
+    ----------
+    parked
+        The keys of values that tasks have parked: while there are any, results may have handles in them.
     """
 
     def __init__(self) -> None:
         self._claims: dict[int, tuple[type, int | None]] = {}
+        self.parked: Sized = ()
 
     def ask(self, value: object) -> None:
         """Ask a value that is about to be stored, once, in this thread. Raises nothing but KeyboardInterrupt."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sized
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
@@ -48,8 +48,9 @@ from gpuspill.distributed.internals import (
     speaks_gpuspill,
     urgency,
 )
+from gpuspill.distributed.parking import unproxify
 from gpuspill.distributed.sending import Parcel, Receiver, pack
-from gpuspill.distributed.sizes import Claims
+from gpuspill.distributed.sizes import Claims, measure
 from gpuspill.distributed.task_inputs import Job, granted
 from gpuspill.distributed.views import ClosedView, LostValue, Poison, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
@@ -350,13 +351,30 @@ def _prepares_inputs(executor: Any) -> bool:
 def _run_and_ask(claims: Claims, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     outcome = fn(*args, **kwargs)
     if type(outcome) is dict and outcome.get("op") == "task-finished":
+        if claims.parked:
+            _give_plain(outcome)
         claims.ask(outcome["result"])
     return outcome
 
 
-def claims_of(executor: Any) -> Claims | None:
-    """Return where an executor notes what values claim to have that its tasks return; None if it does not."""
-    return executor.submit.claims if _prepares_inputs(executor) else None
+def _give_plain(outcome: dict[str, Any]) -> None:
+    """Let a task return values in the place of handles for them, which other tasks know nothing of."""
+    result = outcome["result"]
+    plain = unproxify(result)
+    if plain is not result:
+        outcome.update(result=plain, nbytes=measure(plain), type=type(plain))
+
+
+def claims_of(executor: Any, parked: Sized) -> Claims | None:
+    """Return where an executor notes what values claim to have that its tasks return; None if it does not.
+
+    As long as `parked` is not empty its tasks' results are searched for handles of parked values.
+    """
+    if not _prepares_inputs(executor):
+        return None
+    claims: Claims = executor.submit.claims
+    claims.parked = parked
+    return claims
 
 
 # -- sending -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from distributed.utils_test import async_poll_for, gen_cluster, gen_test, inc
 import gpuspill
 from gpuspill.distributed.attachment import attach, attach_owner
 from gpuspill.distributed.mapping import SpillStore
+from gpuspill.errors import ConfigError
 from tests.distributed.clusters import all_spilled, at_rest, attached
 
 pytestmark = pytest.mark.cluster
@@ -463,3 +464,14 @@ async def test_closing_while_everything_is_busy(c, s, a):
     await a.close()
     assert not os.path.exists(path)
     del ys
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_python_without_a_global_lock_is_refused(c, s, a):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+        with pytest.raises(ConfigError, match=r"free-threaded.*PYTHON_GIL=1"):
+            gpuspill.data()
+        with pytest.raises(ConfigError, match=r"free-threaded.*PYTHON_GIL=1"):
+            attach(a)
+    assert not hasattr(a, "_gpuspill")

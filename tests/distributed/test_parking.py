@@ -1,6 +1,7 @@
 """Values that a task parks in its worker's store."""
 
 import asyncio
+import pathlib
 import pickle
 import threading
 from functools import partial
@@ -11,6 +12,7 @@ from distributed import Worker, get_worker, wait
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import gpuspill
+import gpuspill.walk
 from gpuspill import simulated
 from gpuspill.distributed.internals import current_store
 from gpuspill.distributed.parking import Parked
@@ -287,3 +289,41 @@ async def test_a_handle_that_is_dropped_while_it_is_open_keeps_nothing(c, s, a, 
     await async_poll_for(lambda: a.data.statistics().pinned_nbytes == 0, timeout=10)
     assert not a.data._parked
     assert a.data.manager.keys() == ["t"]
+
+
+@spilling(nthreads=ONE)
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: [1, {"a": x}], lambda x: (x, x)], ids=["bare", "nested", "twice"]
+)
+async def test_a_task_that_returns_a_handle_returns_the_value(c, s, a, wrap):
+    def task():
+        handle = gpuspill.proxify(np.arange(NBYTES // 8))
+        get_worker().memory_manager.data.manager.evict_all()
+        return wrap(handle)
+
+    def look(x):
+        found = []
+        gpuspill.walk.replace(x, lambda item: found.append(item) or item)
+        assert all(type(item) is np.ndarray for item in found)
+        return len(found), int(found[0].sum())
+
+    x = c.submit(task, key="x")
+    assert await c.submit(look, x) == (1, sum(range(NBYTES // 8)))
+    assert type(await c.gather(x)) is type(wrap(np.zeros(1)))
+    assert s.tasks["x"].nbytes >= NBYTES
+    await async_poll_for(lambda: not a.data.settle_parked() and not a.data.parked, 10)
+
+
+@spilling(nthreads=ONE, limits=(1,), loop_io=None)
+async def test_a_task_that_returns_a_handle_of_what_is_lost_fails(c, s, a):
+    def task():
+        store = get_worker().memory_manager.data
+        handle = gpuspill.proxify(np.arange(NBYTES // 8))
+        store.manager.evict_all()
+        for path in pathlib.Path(get_worker().local_directory).rglob("*"):
+            if path.is_file() and path.name.isdigit():
+                path.unlink()
+        return handle
+
+    with pytest.raises(gpuspill.DataLostError):
+        await c.submit(task, retries=0)
