@@ -122,24 +122,30 @@ def top(scheduler: str, interval: float, once: bool) -> None:
 
     from gpuspill.distributed.observing import take_sample
     from gpuspill.distributed.settings_report import connect
+    from gpuspill.monitoring.samples import Sample, remembering
     from gpuspill.monitoring.table import render
 
     screen = console()
+
+    def rows() -> int | None:  # what a window has room for, beside heading and sums; its size may change
+        return max(1, screen.height - 10) if screen.is_terminal else None
+
     with connect(scheduler) as client:
         now = client.sync(take_sample, client)
         if once:
             time.sleep(interval)
             screen.print(render(now, client.sync(take_sample, client), scheduler))
             return
+        before: Sample | None = None
         try:
             with (
                 suppress(KeyboardInterrupt),
-                Live(render(None, now, scheduler), console=screen, screen=screen.is_terminal) as live,
+                Live(render(None, now, scheduler, rows()), console=screen, screen=screen.is_terminal) as live,
             ):
                 while True:
                     time.sleep(interval)
-                    before, now = now, client.sync(take_sample, client)
-                    live.update(render(before, now, scheduler), refresh=True)
+                    before, now = remembering(before, now), client.sync(take_sample, client)
+                    live.update(render(before, now, scheduler, rows()), refresh=True)
         except OSError as error:
             raise GpuspillError(f"{scheduler}: the scheduler has gone: {error}") from error
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import heapq
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from math import pi
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -26,7 +24,7 @@ from gpuspill.distributed.metrics import export_prefix, heartbeat
 from gpuspill.distributed.observing import TOPIC, sample_of
 from gpuspill.monitoring import units
 from gpuspill.monitoring.prometheus import collector, families
-from gpuspill.monitoring.samples import Sample, combined, rates
+from gpuspill.monitoring.samples import Sample, combined, fullest, rates, remembering
 
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
@@ -39,8 +37,13 @@ _REFRESH: Final = 500
 _KEPT: Final = 240
 #: How many keys and events it lists.
 _LISTED: Final = 12
+#: The keys are gone through at each such turn only.
+_TURNS: Final = 4
+#: How many workers have a bar.
+_BARS: Final = 40
 #: More keys than this are not gone through for the largest ones, on the event loop.
 _MANY_KEYS: Final = 50_000
+_TOO_MANY: Final = (f"more than {_MANY_KEYS:,} keys: not listed", "", 0)
 
 _DEVICE, _HOST, _DISK, _LIMIT = "#8a5cc7", "#0072b2", "#e69f00", "#444444"
 _WRITTEN, _READ, _WAITING, _STALL = "#d55e00", "#009e73", "#d55e00", "#56b4e9"
@@ -76,7 +79,7 @@ class SchedulerSource:
         """Return the largest values by their size, and the workers that have them."""
         tasks = self._scheduler.tasks
         if len(tasks) > _MANY_KEYS:
-            return []
+            return [_TOO_MANY]
         found = heapq.nlargest(_LISTED, tasks.values(), key=lambda task: task.nbytes if task.who_has else -1)
         return [
             (str(task.key), ", ".join(sorted(str(worker.name) for worker in task.who_has)), task.nbytes)
@@ -113,7 +116,7 @@ class WorkerSource:
         """Return the largest values, and whether they are in memory."""
         store = self._store
         if len(store) > _MANY_KEYS:
-            return []
+            return [_TOO_MANY]
         on_disk = set(store.disk)
         tasks = self._worker.state.tasks
         sized = ((tasks[key].get_nbytes(), key) for key in store if key in tasks)
@@ -140,7 +143,8 @@ class SpillingPage:
 
     Notes
     -----
-    Used on the event loop. :meth:`update` is O(workers) and does no I/O.
+    Used on the event loop. :meth:`update` is O(workers) and does no I/O: what was shown before is not made again.
+    Now and then it is O(keys), unless there are very many.
     """
 
     def __init__(self, source: PageSource) -> None:
@@ -148,7 +152,8 @@ class SpillingPage:
         from bokeh.models import Div
 
         self._source = source
-        self._samples: deque[Sample] = deque(maxlen=_KEPT)
+        self._before: Sample | None = None
+        self._turn = 0
         self._summary = Div(text="", sizing_mode="stretch_width")
         self._tiers, tiers = self._tiers_figure()
         self._speeds, speeds = self._lines("Disk I/O of all workers", {"written": _WRITTEN, "read": _READ}, binary=True)
@@ -275,18 +280,20 @@ class SpillingPage:
     def update(self) -> None:
         """Show the numbers of now."""
         now = self._source.sample()
-        self._samples.append(now)
         self._show_summary(now)
         self._show_tiers(now)
-        self._show_lines()
-        self._keys.data = dict(zip(("key", "where", "size"), _columns(self._largest(), 3), strict=True))
+        self._show_lines(now)
+        self._before = remembering(self._before, now)
+        if self._turn % _TURNS == 0:
+            self._keys.data = dict(zip(("key", "where", "size"), _columns(self._largest(), 3), strict=True))
+        self._turn += 1
         events = [
             (time.strftime("%H:%M:%S", time.localtime(when)), who, text) for when, who, text in self._source.events()
         ]
         self._events.data = dict(zip(("time", "worker", "message"), _columns(events, 3), strict=True))
 
     def _largest(self) -> list[tuple[str, str, str]]:
-        return [(key, where, units.nbytes(nbytes)) for key, where, nbytes in self._source.largest()]
+        return [(key, where, units.nbytes(nbytes) if nbytes else "") for key, where, nbytes in self._source.largest()]
 
     def _show_summary(self, now: Sample) -> None:
         if not now.workers:
@@ -317,7 +324,8 @@ class SpillingPage:
 
     def _show_tiers(self, now: Sample) -> None:
         rows: dict[str, list[Any]] = {name: [] for name in self._tiers.data}
-        for address in sorted(now.workers):
+        addresses = fullest(now.workers, _BARS)
+        for address in addresses:
             numbers = now.workers[address]
             rows["worker"].append(address)
             for tier, name in (("device", "device_nbytes"), ("host", "host_nbytes"), ("disk", "spilled_nbytes")):
@@ -327,27 +335,25 @@ class SpillingPage:
             rows["limit"].append(float("nan") if limit is None else limit)
             rows["limit_text"].append("none" if limit is None else units.nbytes(limit))
         self._tiers.data = rows
+        some = "" if len(addresses) == len(now.workers) else f" (the {len(addresses)} with most of {len(now.workers)})"
+        self._tiers_shown.title.text = f"Where the values of each worker are{some}"
         self._tiers_shown.y_range.factors = rows["worker"][::-1]
-        self._tiers_shown.height = 120 + 34 * max(1, len(now.workers))
+        self._tiers_shown.height = 120 + 34 * max(1, len(addresses))
         ends = [
             device + host + disk for device, host, disk in zip(rows["device"], rows["host"], rows["disk"], strict=True)
         ]
         limits = [limit for limit in rows["limit"] if limit == limit]  # without those that are not numbers
         self._tiers_shown.x_range.end = 1.05 * max([*ends, *limits, 1])
 
-    def _show_lines(self) -> None:
-        samples = list(self._samples)
-        speeds: dict[str, list[float]] = {"time": [], "written": [], "read": []}
-        for before, after in pairwise(samples):
-            found = rates(before, after).values()
-            speeds["time"].append(after.time * 1000)
-            speeds["written"].append(sum(numbers["written_nbytes"] for numbers in found))
-            speeds["read"].append(sum(numbers["read_nbytes"] for numbers in found))
-        self._speeds.data = speeds
-        times = [sample.time * 1000 for sample in samples]
-        waiting = [sum(numbers.get("waiting") or 0 for numbers in sample.workers.values()) for sample in samples]
-        self._waits.data = {"time": times, "waiting": waiting}
-        self._stalls.data = {"time": times, "interval": [sample.loop_interval * 1000 for sample in samples]}
+    def _show_lines(self, now: Sample) -> None:
+        when = now.time * 1000
+        if self._before is not None:
+            found = rates(self._before, now).values()
+            speeds = {name: [sum(numbers[f"{name}_nbytes"] for numbers in found)] for name in ("written", "read")}
+            self._speeds.stream({"time": [when], **speeds}, _KEPT)
+        waiting = sum(numbers.get("waiting") or 0 for numbers in now.workers.values())
+        self._waits.stream({"time": [when], "waiting": [waiting]}, _KEPT)
+        self._stalls.stream({"time": [when], "interval": [now.loop_interval * 1000]}, _KEPT)
 
 
 def _columns(rows: list[tuple[str, str, str]], count: int) -> list[list[str]]:

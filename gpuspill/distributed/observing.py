@@ -27,6 +27,8 @@ TOPIC: Final = "gpuspill"
 
 #: With so many samples every second one is dropped, and from then on half as many are taken.
 _MOST_SAMPLES: Final = 4096
+#: The same for so many statistics of a worker, of which each takes a few kilobytes: there may be hundreds of workers.
+_MOST_NUMBERS: Final = 40_000
 
 
 def sample_of(identity: Mapping[str, Any], now: float) -> Sample:
@@ -54,7 +56,7 @@ class Recorder:
     client
         Of the cluster.
     interval
-        Seconds between two samples; twice as long each time that there are 4,096 of them.
+        Seconds between two samples; twice as long each time that there are 4,096 of them, or fewer of many workers.
 
     Attributes
     ----------
@@ -93,7 +95,8 @@ class Recorder:
             await asyncio.sleep(self._interval)
             with suppress(OSError):  # the connection is being made anew
                 self.samples.append(await take_sample(self._client))
-            if len(self.samples) >= _MOST_SAMPLES:
+            numbers = sum(len(sample.workers) for sample in self.samples)
+            if len(self.samples) >= _MOST_SAMPLES or (numbers >= _MOST_NUMBERS and len(self.samples) > 2):
                 del self.samples[1::2]
                 self._interval *= 2
 
@@ -123,7 +126,7 @@ class report:  # a function to its users, as distributed's performance_report is
     ValueError
         There is no client.
     OSError
-        The page cannot be written.
+        The page cannot be written: raised when the block begins.
     """
 
     def __init__(
@@ -162,6 +165,8 @@ class report:  # a function to its users, as distributed's performance_report is
         await asyncio.to_thread(self._write)
 
     async def _start(self) -> None:
+        with self._path.open("a"):  # what cannot be written should not be found out after the job
+            pass
         self._began = time.time()
         await self._recorder.start()
 

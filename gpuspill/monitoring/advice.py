@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 from typing import Final
 
 from gpuspill.monitoring import units
-from gpuspill.monitoring.samples import Sample, changes, combined
+from gpuspill.monitoring.samples import Numbers, Sample, changes, combined, steps
 
 __all__ = ["Advice", "Run", "advise"]
 
@@ -22,6 +22,8 @@ _NOTABLE: Final = 0.1
 _MOST: Final = 0.6
 #: How often a byte may be read back before the limit counts as too low for the job.
 _READ_BACK: Final = 2.0
+#: The share of the time from which reads by tasks count. Tasks run on several threads, so that it may exceed one.
+_READING: Final = 0.3
 #: A host is tight from this share of its limit on.
 _TIGHT: Final = 0.8
 
@@ -61,6 +63,10 @@ class Run:
         From the first to the last.
     workers
         How many workers there were at most.
+    last
+        What each worker said last, by its address; also of workers that have left.
+    growth
+        How much each total of each worker grew during the run.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
@@ -69,28 +75,31 @@ class Run:
         self.samples = samples
         self.seconds = samples[-1].time - samples[0].time
         self.workers = max(len(sample.workers) for sample in samples)
-        self._grown: dict[str, float] = {}
+        self.last: dict[str, Numbers] = {address: said for s in samples for address, said in s.workers.items()}
+        self.growth: dict[str, dict[str, float]] = {address: {} for address in self.last}
         # Step by step: a worker may come, be started anew and go in between.
-        for before, after in pairwise(samples):
-            for numbers in changes(before, after).values():
+        for before, after in steps(samples):
+            for address, numbers in changes(before, after).items():
+                grown = self.growth[address]
                 for name, number in numbers.items():
-                    self._grown[name] = self._grown.get(name, 0) + number
+                    grown[name] = grown.get(name, 0) + number
+
+    @cached_property
+    def together(self) -> list[dict[str, float | None]]:
+        """The statistics of all workers together, for each sample."""
+        return [combined(sample.workers) for sample in self.samples]
 
     def grew(self, name: str) -> float:
         """Return how much a total grew during the run, over all workers."""
-        return self._grown.get(name, 0)
+        return sum(grown.get(name, 0) for grown in self.growth.values())
 
     def most(self, name: str) -> float:
         """Return the largest value of a gauge, over all workers together."""
-        return max((combined(sample.workers).get(name) or 0 for sample in self.samples), default=0)
+        return max(numbers.get(name) or 0 for numbers in self.together)
 
-    def share(self, holds: Callable[[dict[str, float]], bool]) -> float:
+    def share(self, holds: Callable[[Numbers], bool]) -> float:
         """Return the share of all samples of all workers for which something holds; 0 if there is none."""
-        seen = [
-            holds({name: number or 0 for name, number in numbers.items()})
-            for sample in self.samples
-            for numbers in sample.workers.values()
-        ]
+        seen = [holds(numbers) for sample in self.samples for numbers in sample.workers.values()]
         return sum(seen) / len(seen) if seen else 0.0
 
     @property
@@ -128,8 +137,8 @@ def _lost(run: Run) -> Iterator[Advice]:
     if lost:
         yield Advice(
             "lost",
-            f"{lost:,} records could not be read back. The scheduler computed those values anew, or the tasks that "
-            "needed them failed with DataLostError.",
+            f"{_many(lost, 'record', 'records')} could not be read back. The scheduler computed those values anew, or "
+            "the tasks that needed them failed with DataLostError.",
             "Look at the workers' logs for the path and the reason, and at the disk under gpuspill.spill-directory.",
         )
 
@@ -138,58 +147,77 @@ def _disk_refuses(run: Run) -> Iterator[Advice]:
     failures = int(run.grew("spill_failures"))
     if not failures:
         return
-    limit = combined(run.samples[-1].workers).get("disk_limit")
-    used = run.most("disk_nbytes")
+    # Of each worker: one disk may be full, and the others empty.
+    limited = [said for sample in run.samples for said in sample.workers.values() if said.get("disk_limit")]
+    fullest = max(limited, key=lambda said: _of(said, "disk_nbytes") / _of(said, "disk_limit"), default={})
+    used, limit = _of(fullest, "disk_nbytes"), _of(fullest, "disk_limit")
     # Half: a limit refuses the record that does not fit any more, which may be a large one.
-    if limit is not None and used > limit / 2:
+    if limit and used > limit / 2:
         yield Advice(
             "disk-limit",
-            f"{failures:,} writes were refused: {units.nbytes(used)} of a disk limit of {units.nbytes(limit)} "
-            "were in use.",
+            f"{_many(failures, 'write was', 'writes were')} refused: a worker used {units.nbytes(used)} of its disk "
+            f"limit of {units.nbytes(limit)}.",
             "Raise distributed.worker.memory.max-spill (or gpuspill.max-spill), or add workers.",
         )
     else:
         yield Advice(
             "disk-refuses",
-            f"{failures:,} values could not be written and stayed in memory.",
+            f"{_many(failures, 'write', 'writes')} failed, and the values stayed in memory.",
             "Look at the workers' logs for the reason: a full disk, or values that cannot be serialised.",
         )
 
 
 def _cannot_leave(run: Run) -> Iterator[Advice]:
-    stuck = run.share(lambda worker: worker["unspillable"] > 0 and _full(worker))
+    stuck = run.share(lambda worker: _of(worker, "unspillable") > 0 and _full(worker))
     if stuck > _NOTABLE:
         yield Advice(
             "unspillable",
-            f"{int(run.most('unspillable')):,} values cannot be serialised and filled memory that others needed.",
+            f"{_many(run.most('unspillable'), 'value', 'values')} cannot be serialised, and filled memory that others "
+            "needed.",
             "The workers' logs name their types. Return something that can be pickled, or give them back sooner.",
         )
 
 
+def _let_in(run: Run) -> int:
+    """Return how many tasks and transfers were let in beyond the limit; 0 if they are the few that are usual."""
+    overruns = run.grew("overruns")
+    inputs = run.grew("hits") + run.grew("misses")
+    return int(overruns) if overruns >= _NOTABLE * max(run.grew("waits") + overruns, inputs) else 0
+
+
+def _crowded_out(run: Run) -> bool:
+    """Return whether memory of no value is what filled the workers."""
+    return run.share(lambda worker: _full(worker) and _of(worker, "offset_nbytes") > 0.3 * _of(worker, "limit")) > (
+        _NOTABLE
+    )
+
+
 def _overcommits(run: Run) -> Iterator[Advice]:
-    overruns, waits = run.grew("overruns"), run.grew("waits")
-    if not overruns or overruns < _NOTABLE * (waits + overruns):
+    let_in = _let_in(run)
+    if not let_in or _crowded_out(run):
         return
-    pinned = run.share(lambda worker: _full(worker) and worker["pinned_nbytes"] > _TIGHT * worker["host_nbytes"])
-    cause = "tasks in progress held most of what was in memory. " if pinned > _NOTABLE else ""
     yield Advice(
         "overcommits",
-        f"{int(overruns):,} tasks and transfers were let in beyond the limit, because nothing more could leave memory: "
-        f"{cause}Their inputs and outputs are too large for the limit.",
+        f"{_many(let_in, 'task or transfer was', 'tasks and transfers were')} let in beyond the limit, because nothing "
+        "more could leave memory. Inputs and outputs of the tasks that ran at the same time exceed the limit.",
         "Use smaller chunks or partitions, fewer threads per worker, or a larger memory limit.",
     )
 
 
 def _unmanaged(run: Run) -> Iterator[Advice]:
-    share = run.share(lambda worker: _full(worker) and worker["offset_nbytes"] > 0.3 * worker["limit"])
-    if share > _NOTABLE:
-        yield Advice(
-            "unmanaged-memory",
-            f"Up to {units.nbytes(run.most('offset_nbytes'))} of process memory belonged to no value, and values were "
-            "spilled to make room for it.",
-            "Look for memory that tasks keep (caches, global variables), for values whose sizeof is too small, and at "
-            "MALLOC_TRIM_THRESHOLD_.",
-        )
+    if not _crowded_out(run):
+        return
+    most = max((said for s in run.samples for said in s.workers.values()), key=lambda said: _of(said, "offset_nbytes"))
+    let_in = _let_in(run)
+    tasks = _many(let_in, "task or transfer was", "tasks and transfers were")
+    beyond = f" {tasks} let in beyond the limit." if let_in else ""
+    yield Advice(
+        "unmanaged-memory",
+        f"Up to {units.nbytes(_of(most, 'offset_nbytes'))} of a worker's memory belonged to no value, where values may "
+        f"take {units.nbytes(_of(most, 'limit'))}. Values were spilled to make room for it.{beyond}",
+        "Give the workers more memory: Python and its libraries alone take a part of it. Then look for memory that "
+        "tasks keep (caches, global variables), for values whose sizeof is too small, and at MALLOC_TRIM_THRESHOLD_.",
+    )
 
 
 def _disk_is_the_limit(run: Run) -> Iterator[Advice]:
@@ -205,6 +233,21 @@ def _disk_is_the_limit(run: Run) -> Iterator[Advice]:
             f"{units.rate(wrote / seconds)}, and tasks waited {units.duration(waited)} for room.",
             "Put gpuspill.spill-directory on a faster disk, give the workers more memory, or add workers with disks of "
             "their own.",
+        )
+
+
+def _waits_for_reads(run: Run) -> Iterator[Advice]:
+    misses, restores = run.grew("misses"), run.grew("restores")
+    if not restores:
+        return
+    # Reads ahead cost no task any time. Which reads those were is not known: each counts as much as any other.
+    waited = run.grew("read_seconds") * min(1.0, misses / restores)
+    if waited > _READING * run.worker_seconds:
+        yield Advice(
+            "reads-in-tasks",
+            f"Tasks read {_many(misses, 'input', 'inputs')} from disk before they could begin, which took them about "
+            f"{units.duration(waited)}.",
+            "Give the workers more memory, put gpuspill.spill-directory on a faster disk, or raise gpuspill.prefetch.",
         )
 
 
@@ -236,7 +279,7 @@ def _on_the_loop(run: Run) -> Iterator[Advice]:
     if reads:
         yield Advice(
             "reads-on-the-loop",
-            f"{reads:,} values were read on a worker's event loop, which stood still meanwhile.",
+            f"{_many(reads, 'value was', 'values were')} read on a worker's event loop, which stood still meanwhile.",
             "Coroutine tasks and client.run functions that read worker.data do this: make those values inputs of the "
             "task.",
         )
@@ -247,14 +290,23 @@ def _device_thrash(run: Run) -> Iterator[Advice]:
     if failed:
         yield Advice(
             "device-out-of-memory",
-            f"{failed:,} allocations on the device did not fit at first; values were spilled to make room for them.",
+            f"{_many(failed, 'allocation', 'allocations')} on the device did not fit at first. Values were "
+            "spilled to make room.",
             "Lower gpuspill.device-memory-limit, so that room is there before it is asked for.",
         )
 
 
-def _full(worker: dict[str, float]) -> bool:
-    limit = worker.get("limit") or 0
-    return bool(limit) and worker["host_nbytes"] + max(0, worker["offset_nbytes"]) > _TIGHT * limit
+def _of(worker: Numbers, name: str) -> float:
+    return worker.get(name) or 0
+
+
+def _many(number: float, one: str, several: str) -> str:
+    return f"{units.count(number)} {one if int(number) == 1 else several}"
+
+
+def _full(worker: Numbers) -> bool:
+    limit = _of(worker, "limit")
+    return limit > 0 and _of(worker, "host_nbytes") + max(0, _of(worker, "offset_nbytes")) > _TIGHT * limit
 
 
 _RULES: Final[tuple[Callable[[Run], Iterator[Advice]], ...]] = (
@@ -264,6 +316,7 @@ _RULES: Final[tuple[Callable[[Run], Iterator[Advice]], ...]] = (
     _overcommits,
     _unmanaged,
     _disk_is_the_limit,
+    _waits_for_reads,
     _read_back,
     _pickling,
     _on_the_loop,

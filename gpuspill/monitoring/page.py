@@ -9,16 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from itertools import pairwise
-from typing import Any
 
 from gpuspill.monitoring import units
 from gpuspill.monitoring.advice import Run, advise
 from gpuspill.monitoring.catalogue import QUESTIONS, catalogue
 from gpuspill.monitoring.chart import Series, chart
-from gpuspill.monitoring.samples import Numbers, combined, rates
+from gpuspill.monitoring.samples import combined, rates, steps
 
 __all__ = ["About", "render"]
+
+#: Columns of more workers than this make a table that cannot be read.
+_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def _advice(run: Run) -> str:
 def _charts(run: Run) -> list[str]:
     start = run.samples[0].time
     times = [sample.time - start for sample in run.samples]
-    together = [combined(sample.workers) for sample in run.samples]
+    together = run.together
 
     def gauge(name: str) -> list[float]:
         return [numbers.get(name) or 0.0 for numbers in together]
@@ -99,7 +100,7 @@ def _charts(run: Run) -> list[str]:
     if all(numbers.get("limit") is not None for numbers in together):
         tiers.append(Series("limit of host memory", "limitcolor", gauge("limit"), dashed=True))
     speeds: dict[str, list[float]] = {"written_nbytes": [0.0], "read_nbytes": [0.0], "wait_seconds": [0.0]}
-    for before, after in pairwise(run.samples):
+    for before, after in steps(run.samples):
         found = rates(before, after)
         for name, values in speeds.items():
             values.append(sum(numbers.get(name, 0.0) for numbers in found.values()))
@@ -144,31 +145,29 @@ def _notices(notices: Sequence[tuple[float, str, str]]) -> str:
 
 def _totals(run: Run) -> str:
     """Return the statistics of each worker: of gauges the last value, of totals what they grew by."""
-    last = run.samples[-1].workers or next(s.workers for s in reversed(run.samples) if s.workers)
-    first: Mapping[str, Numbers] = run.samples[0].workers
-    addresses = sorted(last)
-    heading = "".join(f"<th>{escape(address)}</th>" for address in addresses)
+    columns = {address: {**run.last[address], **run.growth[address]} for address in sorted(run.last)}
+    count = len(columns)
+    if count > 1:
+        together = {f"all {count:,}": combined(columns)}
+        fullest = sorted(columns, key=lambda address: -(columns[address].get("spilled_total_nbytes") or 0))[:_COLUMNS]
+        columns = together | {address: columns[address] for address in sorted(fullest)}
+    left_out = f"<p>Of {count:,} workers, the {_COLUMNS} that spilled most.</p>" if count > _COLUMNS else ""
+    heading = "".join(f"<th>{escape(address)}</th>" for address in columns)
     rows = []
     for question, names in QUESTIONS.items():
         lines = []
         for name in names:
             metric = catalogue()[name]
-            cells = []
-            for address in addresses:
-                now: Any = last[address].get(name)
-                if metric.kind == "counter":
-                    then = first.get(address, {}).get(name) or 0
-                    now = (now or 0) - then if (now or 0) >= then else now
-                cells.append(now)
+            cells = [numbers.get(name) for numbers in columns.values()]
             if any(cells):
                 shown = "".join(f"<td>{escape(units.amount(metric, cell))}</td>" for cell in cells)
                 lines.append(
                     f"<tr><td title='{escape(metric.explanation, quote=True)}'><code>{name}</code></td>{shown}</tr>"
                 )
         if lines:
-            rows.append(f'<tr><th colspan="{len(addresses) + 1}" style="text-align:left">{escape(question)}</th></tr>')
+            rows.append(f'<tr><th colspan="{len(columns) + 1}" style="text-align:left">{escape(question)}</th></tr>')
             rows += lines
     return (
-        "<h2>Statistics of each worker</h2><div class='table'><table><thead><tr><th></th>"
+        f"<h2>Statistics of each worker</h2>{left_out}<div class='table'><table><thead><tr><th></th>"
         f"{heading}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from gpuspill.monitoring.catalogue import catalogue
 
-__all__ = ["Numbers", "Sample", "changes", "combined", "rates"]
+__all__ = ["Numbers", "Sample", "changes", "combined", "fullest", "rates", "remembering", "steps"]
 
 Numbers: TypeAlias = Mapping[str, float | None]
 """The statistics of one worker, or of several together, by name."""
@@ -47,6 +47,34 @@ def combined(workers: Mapping[str, Numbers]) -> dict[str, float | None]:
         known = [number for number in numbers if number is not None]
         total[name] = None if len(known) < len(numbers) else sum(known)
     return total
+
+
+def fullest(workers: Mapping[str, Numbers], most: int | None) -> list[str]:
+    """Return the addresses, sorted, of the workers with most in memory and on disk: so many, or all if None."""
+    if most is None or len(workers) <= most:
+        return sorted(workers)
+
+    def held(address: str) -> float:
+        return sum(workers[address].get(name) or 0 for name in ("device_nbytes", "host_nbytes", "spilled_nbytes"))
+
+    return sorted(sorted(workers, key=held, reverse=True)[:most])
+
+
+def remembering(before: Sample | None, now: Sample) -> Sample:
+    """Return a sample with what the workers that it misses said before.
+
+    A worker whose connection is made anew is missed for a while. It goes on from there afterwards.
+    """
+    return now if before is None else replace(now, workers={**before.workers, **now.workers})
+
+
+def steps(samples: Iterable[Sample]) -> Iterator[tuple[Sample, Sample]]:
+    """Yield each sample but the first, after what was known before it."""
+    known: Sample | None = None
+    for after in samples:
+        if known is not None:
+            yield known, after
+        known = remembering(known, after)
 
 
 def changes(before: Sample, after: Sample) -> dict[str, dict[str, float]]:

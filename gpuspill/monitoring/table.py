@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpuspill.monitoring import units
-from gpuspill.monitoring.samples import Numbers, Sample, combined, rates
+from gpuspill.monitoring.samples import Numbers, Sample, combined, fullest, rates
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,7 +15,7 @@ __all__ = ["render"]
 _BAR = 16
 
 
-def render(before: Sample | None, now: Sample, title: str = "") -> Table:
+def render(before: Sample | None, now: Sample, title: str = "", rows: int | None = None) -> Table:
     """Return a row for each worker, and one for all of them if there are several.
 
     Parameters
@@ -26,6 +26,8 @@ def render(before: Sample | None, now: Sample, title: str = "") -> Table:
         The newest sample.
     title
         Above the table.
+    rows
+        How many workers to show at most: those with most in memory and on disk. By default all.
     """
     from rich.table import Table
 
@@ -37,8 +39,13 @@ def render(before: Sample | None, now: Sample, title: str = "") -> Table:
     for heading in ("host memory", "on disk", "written", "read", "waiting", "waited", "notable"):
         table.add_column(heading, justify="left" if heading in ("host memory", "notable") else "right")
     speeds = {} if before is None else rates(before, now)
-    for address in sorted(now.workers):
+    shown = fullest(now.workers, rows)
+    for address in shown:
         table.add_row(*_cells(address, now.workers[address], speeds.get(address, {}), with_device))
+    if len(shown) < len(now.workers):
+        table.caption = f"the {len(shown)} workers with most in memory and on disk"
+    if not now.workers:
+        table.caption = "no worker has gpuspill attached: client.register_plugin(gpuspill.SpillPlugin()) attaches it"
     if len(now.workers) > 1:
         speed: dict[str, float] = {}
         for numbers in speeds.values():

@@ -17,7 +17,9 @@ from tornado.httpclient import AsyncHTTPClient, HTTPClientError
 
 import gpuspill
 from gpuspill.distributed.dashboard import SchedulerSource, SpillingPage, WorkerSource
+from gpuspill.monitoring.samples import Sample
 from tests.distributed.clusters import all_spilled, spilling
+from tests.monitoring.cluster_samples import worker
 
 pytest.importorskip("bokeh")
 pytestmark = pytest.mark.cluster
@@ -58,9 +60,9 @@ async def fetch(server, path: str) -> str:
     return answer.body.decode()
 
 
-async def shown(worker) -> None:
+async def shown(server) -> None:
     """Wait until a worker has its page: it gets it with the first turn of its periodic callback."""
-    while not worker._gpuspill._shown:
+    while not server._gpuspill._shown:
         await asyncio.sleep(0.01)
 
 
@@ -99,8 +101,8 @@ def texts(root) -> str:
 @spilling(limits=(1,), nthreads=[("127.0.0.1", 1), ("127.0.0.1", 1)], **DASHBOARDS)
 async def test_what_it_shows(c, s, a, b):
     xs = [
-        c.submit(np.ones, 10_000 * (i + 1), key=f"x-{i}", workers=[worker.address])
-        for i, worker in enumerate([a, b, a, b])
+        c.submit(np.ones, 10_000 * (i + 1), key=f"x-{i}", workers=[server.address])
+        for i, server in enumerate([a, b, a, b])
     ]
     await wait(xs)
     await all_spilled(a, b)
@@ -129,6 +131,50 @@ async def test_an_empty_cluster(c, s):
     page.update()
     assert "No worker has gpuspill attached" in texts(page.root)
     assert list(page._tiers.data["worker"]) == []
+
+
+class ManyWorkers:
+    """A cluster that does not exist: each of its workers writes 10 bytes between two looks."""
+
+    title = "many"
+
+    def __init__(self, workers: int) -> None:
+        self.looks = self.listings = 0
+        self.workers = workers
+        self.missed: set[str] = set()
+
+    def sample(self) -> Sample:
+        self.looks += 1
+        numbers = {f"tcp://{i}:1": worker(host_nbytes=i, written_nbytes=10 * self.looks) for i in range(self.workers)}
+        return Sample(float(self.looks), {name: said for name, said in numbers.items() if name not in self.missed})
+
+    def largest(self):
+        self.listings += 1
+        return []
+
+    def events(self):
+        return []
+
+
+def test_hundreds_of_workers():
+    """The fullest have bars, all of them are in the sums, and keys are gone through now and then."""
+    source = ManyWorkers(300)
+    page = SpillingPage(source)
+    for _ in range(8):
+        page.update()
+    assert list(page._tiers.data["worker"]) == sorted(f"tcp://{i}:1" for i in range(260, 300))
+    assert "the 40 with most of 300" in page._tiers_shown.title.text
+    assert list(page._speeds.data["written"]) == [3000] * 7
+    assert source.listings == 2
+
+
+def test_a_worker_that_is_missed_for_a_while_goes_on_from_there():
+    source = ManyWorkers(2)
+    page = SpillingPage(source)
+    for missed in ((), ("tcp://1:1",), ("tcp://1:1",), ()):
+        source.missed = set(missed)
+        page.update()
+    assert list(page._speeds.data["written"]) == [10, 10, 10 + 30]
 
 
 @pytest.mark.slow

@@ -66,6 +66,25 @@ async def test_a_block_that_raises_has_its_report(c, s, a, tmp_path):
 
 
 @spilling(limits=(1,), nthreads=[("", 1)])
+async def test_a_page_that_cannot_be_written_is_found_out_before_the_job(c, s, a, tmp_path):
+    ran = False
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        async with gpuspill.report(tmp_path / "nowhere" / "run.html", c):
+            ran = True
+    assert not ran
+
+
+@spilling(limits=(1,), nthreads=[("", 1)])
+async def test_a_recording_of_many_workers_is_thinned_out_sooner(c, s, a, monkeypatch):
+    monkeypatch.setattr("gpuspill.distributed.observing._MOST_NUMBERS", 6)  # of one worker: as if it were hundreds
+    recorder = Recorder(c, 0.001)
+    await recorder.start()
+    await async_poll_for(lambda: recorder._interval >= 0.004, 10)
+    await recorder.stop()
+    assert len(recorder.samples) <= 7
+
+
+@spilling(limits=(1,), nthreads=[("", 1)])
 async def test_a_long_recording_is_thinned_out(c, s, a, monkeypatch):
     monkeypatch.setattr("gpuspill.distributed.observing._MOST_SAMPLES", 6)
     recorder = Recorder(c, 0.001)

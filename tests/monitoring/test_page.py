@@ -74,7 +74,15 @@ def test_what_it_says():
     assert texts[texts.index("Written") + 1] == "1.36 GiB"  # 29 and 58 times 16 MiB
     assert texts[texts.index("Most on disk") + 1] == "1.36 GiB"
     assert texts[texts.index("Time") + 1] == "29.0 s"
-    assert texts[texts.index("spilled_nbytes") + 1 :][:2] == ["464 MiB", "928 MiB"]
+    assert texts[texts.index("spilled_nbytes") + 1 :][:3] == ["1.36 GiB", "464 MiB", "928 MiB"]
+
+
+def test_of_hundreds_of_workers_those_that_spilled_most_have_a_column():
+    workers = {f"tcp://{i}:1": worker(spills=i, spilled_total_nbytes=i) for i in range(300)}
+    texts = checked(render(Run([Sample(0.0, dict.fromkeys(workers, worker())), Sample(1.0, workers)]), About())).texts
+    assert [text for text in texts if text.startswith("tcp://")] == [f"tcp://{i}:1" for i in range(284, 300)]
+    assert texts[texts.index("spills") + 1] == f"{sum(range(300)):,}"
+    assert "Of 300 workers, the 16 that spilled most." in texts
 
 
 @pytest.mark.parametrize("workers", [{}, {"tcp://a:1": worker()}])

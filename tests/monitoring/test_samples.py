@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gpuspill.monitoring.samples import Sample, changes, combined, rates
+from gpuspill.monitoring.samples import Sample, changes, combined, fullest, rates, steps
 from tests.monitoring.cluster_samples import worker
 
 
@@ -29,3 +29,15 @@ def test_a_worker_that_came_or_was_started_anew_counts_from_zero():
 def test_two_samples_of_one_moment_have_no_rates():
     same = Sample(5, {"a": worker(spills=1)})
     assert rates(same, Sample(5, {"a": worker(spills=9)}))["a"]["spills"] == 0
+
+
+def test_a_worker_that_one_sample_misses_goes_on_from_there():
+    one, two = {"a": worker(spills=100)}, {"a": worker(spills=103)}
+    grown = [changes(before, after) for before, after in steps([Sample(0, one), Sample(1), Sample(2, two)])]
+    assert [step["a"]["spills"] for step in grown if "a" in step] == [3]
+
+
+def test_the_fullest_workers():
+    workers = {"a": worker(host_nbytes=5), "b": worker(spilled_nbytes=9), "c": worker(), "d": worker(device_nbytes=7)}
+    assert fullest(workers, 2) == ["b", "d"]
+    assert fullest(workers, None) == fullest(workers, 4) == ["a", "b", "c", "d"]

@@ -37,4 +37,15 @@ def test_several_workers_have_a_row_together_and_speeds_from_two_samples():
 
 
 def test_no_worker_has_gpuspill():
-    assert any("worker" in line for line in text(None, Sample(0.0)))
+    assert any("no worker has gpuspill attached" in line for line in text(None, Sample(0.0)))
+
+
+def test_a_window_shows_the_fullest_of_many_workers_and_the_sums_of_all():
+    now = Sample(0.0, {f"tcp://{i}:1": worker(host_nbytes=i) for i in range(300)})
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(render(None, now, rows=2))
+    lines = captured.get().splitlines()
+    assert [line.split()[1] for line in lines if "tcp://" in line] == ["tcp://298:1", "tcp://299:1"]
+    assert any("all 300" in line for line in lines)
+    assert any("the 2 workers with most" in line for line in lines)
