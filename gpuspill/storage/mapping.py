@@ -12,9 +12,11 @@ import itertools
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 
-from gpuspill.errors import RecordCorrupt, RecordLost, StorageError, StorageFull
+from gpuspill.errors import RecordCorrupt, RecordLost, StorageError, StorageFull, Unspillable
 from gpuspill.storage.base import (
     Allocate,
     Frame,
@@ -51,7 +53,8 @@ class MappingStore(Store):
     -----
     The names of records begin with a random part, so several stores can share a mapping. Closing deletes the records of
     this store only, and nothing else in the mapping. What a process that was killed leaves in a mapping stays there:
-    its owner knows where it is, and how long to keep it. A record is held in memory once more while it is written or
+    its owner knows where it is, and how long to keep it. What the mapping fails to delete is tried again after the next
+    deletion that works, and on closing. A record is held in memory once more while it is written or
     read. After a fork the store belongs to the parent: the child reads, writes nothing and deletes nothing.
     """
 
@@ -70,6 +73,8 @@ class MappingStore(Store):
         self._section = Section()
         self._visitors = Visitors()
         self._records: dict[int, Receipt] = {}
+        # No lock: a finaliser may delete a record in the middle of any line. Each step is one that Python makes atomic.
+        self._undeleted: deque[str] = deque()
         self._counts = Tally()
         self._closed = False
         self._pid = os.getpid()
@@ -152,7 +157,7 @@ class MappingStore(Store):
         counts = Counters(read_failures=1)
         try:
             start = self._clock()
-            data = memoryview(self._get(receipt))
+            data = self._get(receipt)
             counts.read_seconds = self._clock() - start
             result = self._decode(receipt, data, fresh_buffer if allocate is None else allocate, counts)
             counts.read_failures, counts.reads = 0, 1
@@ -168,17 +173,21 @@ class MappingStore(Store):
         self._report("disk-read", counts.read_seconds, receipt.nbytes, counts.checksum_seconds)
         return result
 
-    def _get(self, receipt: Receipt) -> bytes:
+    def _get(self, receipt: Receipt) -> memoryview:
         # Equal, not just of the same number: a receipt of another store is no record of this one.
         if self._records.get(receipt.number) != receipt:
             raise RecordLost(f"record {receipt.number} is no record of {self!r}: it was deleted, or is another store's")
         try:
-            return self._mapping[self._name(receipt)]
+            found = self._mapping[self._name(receipt)]
         except KeyError as error:
             raise RecordLost(f"{self._name(receipt)} is gone from {self._described}") from error
         except Exception as error:
             number = getattr(error, "errno", None) or errno.EIO
             raise StorageError(number, f"reading from {self._described} failed: {_said(error)}") from error
+        try:
+            return flat(found)
+        except (TypeError, Unspillable) as error:
+            raise RecordCorrupt(f"{self._name(receipt)} has no bytes: {_said(error)}") from error
 
     def _decode(
         self, receipt: Receipt, data: memoryview, allocate: Allocate, counts: Counters
@@ -223,18 +232,28 @@ class MappingStore(Store):
             self._records.clear()
         for receipt in records:
             self._drop(receipt)
+        for _ in range(len(self._undeleted)):
+            self._remove_undeleted()
 
     def _drop(self, receipt: Receipt) -> None:
         removed = self._remove(self._name(receipt))
         self._add(Counters(deletes=int(removed), delete_failures=int(not removed)))
+        if removed:
+            self._remove_undeleted()
+
+    def _remove_undeleted(self) -> None:
+        """Try again to remove the record that has been left for longest."""
+        with suppress(IndexError):
+            self._remove(self._undeleted.popleft())
 
     def _remove(self, name: str) -> bool:
-        """Remove a record if it is there; return whether it is gone. Never raises."""
+        """Remove a record if it is there; return whether it is gone. Raises no Exception."""
         try:
             del self._mapping[name]
         except KeyError:
             return True
         except Exception:
+            self._undeleted.append(name)
             return False
         return True
 

@@ -141,6 +141,54 @@ def test_a_mapping_that_does_not_delete_is_no_reason_to_raise(store, records):
     dict.clear(records)
 
 
+@pytest.mark.parametrize("write_fails", [False, True])
+def test_what_could_not_be_deleted_goes_after_the_next_deletion(store, records, write_fails):
+    other = store.write(b"", [b"other"])
+    records.fault["del"] = OSError(errno.EIO, "no")
+    if write_fails:
+        records.fault["set"], records.half = OSError(errno.EIO, "no"), True
+        with pytest.raises(StorageError):
+            store.write(b"", [b"data"])
+    else:
+        store.delete(store.write(b"", [b"data"]))
+    assert len(records) == 2
+    records.fault.clear()
+    store.delete(other)
+    assert records == {}
+
+
+def test_what_could_not_be_deleted_goes_on_closing(records):
+    store = MappingStore(records)
+    receipts = [store.write(b"", [b"data"]) for _ in range(3)]
+    records.fault["del"] = OSError(errno.EIO, "no")
+    for receipt in receipts:
+        store.delete(receipt)
+    assert len(records) == 3
+    records.fault.clear()
+    store.close()
+    assert records == {}
+
+
+def test_closing_ends_where_nothing_can_be_deleted(records):
+    store = MappingStore(records)
+    store.write(b"", [b"data"])
+    records.fault["del"] = OSError(errno.EIO, "no")
+    store.close()
+    assert len(records) == 1
+
+
+@pytest.mark.parametrize(
+    "found", [None, "text", [1, 2], memoryview(b"abcd")[::2]], ids=lambda found: type(found).__name__
+)
+def test_what_is_no_bytes_is_a_damaged_record(store, records, found):
+    receipt = store.write(b"h", [b"data"])
+    (name,) = records
+    dict.__setitem__(records, name, found)
+    with pytest.raises(RecordCorrupt, match=f"{name} has no bytes"):
+        store.read(receipt)
+    assert store.statistics().corrupt == 1
+
+
 def test_closed_in_the_middle_of_a_write():
     class Closing(dict):
         def __setitem__(self, key, value):
