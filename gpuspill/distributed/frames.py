@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from gpuspill.config.jit_unspill import answer_once
-from gpuspill.distributed.metrics import heartbeat
+from gpuspill.distributed.metrics import statistics_of_worker
 from gpuspill.manager.statistics import Statistics
 from gpuspill.monitoring import units
 from gpuspill.monitoring.catalogue import catalogue
@@ -40,7 +40,7 @@ def statistics(client: Any, *, detail: bool = False) -> Any:
         pandas is not installed here.
     """
     require_pandas("gpuspill.statistics")
-    return ask_workers(client, _statistics_of_worker, _detailed if detail else _summarised)
+    return ask_workers(client, statistics_of_worker, _detailed if detail else _summarised)
 
 
 def require_pandas(who: str) -> Any:
@@ -77,13 +77,6 @@ def ask_workers(client: Any, question: Callable[[Any], Any], combine: Callable[[
         return finish(await answers)
 
     return later()
-
-
-def _statistics_of_worker(dask_worker: Any) -> dict[str, float | None] | None:
-    from gpuspill.distributed.mapping import SpillStore
-
-    data = dask_worker.data
-    return heartbeat(data) if isinstance(data, SpillStore) else None
 
 
 #: What a summary shows: heading, and the statistic.

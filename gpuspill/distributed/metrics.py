@@ -27,7 +27,7 @@ from gpuspill.monitoring.prometheus import collector, families
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
 
-__all__ = ["LABELS", "WAIT", "Metrics", "export", "export_prefix", "heartbeat"]
+__all__ = ["LABELS", "WAIT", "Metrics", "export", "export_prefix", "heartbeat", "statistics_of_worker"]
 
 #: What distributed's ``SpillBuffer`` reports; its consumers know these labels.
 LABELS = frozenset(
@@ -94,6 +94,14 @@ def heartbeat(store: SpillStore) -> dict[str, float | None]:
     """Return the store's numbers as a flat dictionary that msgpack can write. O(1)."""
     found = store.statistics()
     return {name: getattr(found, name) for name in found.__slots__}  # asdict would copy each number deeply
+
+
+def statistics_of_worker(dask_worker: Any) -> dict[str, float | None] | None:
+    """Return the numbers of a worker's store now, None without one: for ``client.run``."""
+    from gpuspill.distributed.mapping import SpillStore  # which imports this module
+
+    data = dask_worker.data
+    return heartbeat(data) if isinstance(data, SpillStore) else None
 
 
 def export_prefix(who: str) -> str:

@@ -1,6 +1,7 @@
 """What the scheduler knows of the workers' stores, taken now and then by a client: for ``top`` and for reports.
 
-The workers' heartbeats bring the statistics to the scheduler, so it needs no gpuspill, and no worker is asked.
+The workers' heartbeats bring the statistics to the scheduler, so it needs no gpuspill. A worker is asked only at the
+beginning and at the end of a recording: what it did since its last heartbeat belongs to the run as well.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +18,7 @@ from typing import Any, Final, Self
 
 from distributed import default_client
 
+from gpuspill.distributed.metrics import statistics_of_worker
 from gpuspill.monitoring.advice import Run
 from gpuspill.monitoring.page import About, render
 from gpuspill.monitoring.samples import Sample
@@ -29,6 +32,8 @@ TOPIC: Final = "gpuspill"
 _MOST_SAMPLES: Final = 4096
 #: The same for so many statistics of a worker, of which each takes a few kilobytes: there may be hundreds of workers.
 _MOST_NUMBERS: Final = 40_000
+#: Seconds to wait for the workers' answers: one whose event loop stands still should not hold up the report of it.
+_PATIENCE: Final = 5.0
 
 
 def sample_of(identity: Mapping[str, Any], now: float) -> Sample:
@@ -46,6 +51,17 @@ def sample_of(identity: Mapping[str, Any], now: float) -> Sample:
 async def take_sample(client: Any) -> Sample:
     """Ask the scheduler of a client for a sample. Runs on the client's event loop."""
     return sample_of(await client.scheduler.identity(), time.time())
+
+
+async def _fresh_sample(client: Any) -> Sample:
+    """Ask the workers, too, for a sample that is not older than this call; of those that do not answer it is."""
+    told = await take_sample(client)
+    try:
+        answers = await asyncio.wait_for(client.run(statistics_of_worker, on_error="return"), _PATIENCE)
+    except TimeoutError:
+        return told
+    asked = {address: numbers for address, numbers in answers.items() if isinstance(numbers, Mapping)}
+    return replace(told, time=time.time(), workers={**told.workers, **asked})
 
 
 class Recorder:
@@ -76,7 +92,7 @@ class Recorder:
 
     async def start(self) -> None:
         """Take the first sample, and go on in the background."""
-        self.samples.append(await take_sample(self._client))
+        self.samples.append(await _fresh_sample(self._client))
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -88,7 +104,7 @@ class Recorder:
         with suppress(asyncio.CancelledError):
             await task
         with suppress(OSError):  # the cluster is gone: the samples so far are what there is
-            self.samples.append(await take_sample(self._client))
+            self.samples.append(await _fresh_sample(self._client))
 
     async def _run(self) -> None:
         while True:

@@ -75,6 +75,38 @@ async def test_a_page_that_cannot_be_written_is_found_out_before_the_job(c, s, a
 
 
 @spilling(limits=(1,), nthreads=[("", 1)])
+async def test_a_report_has_what_no_heartbeat_has_told_yet(c, s, a):
+    a.periodic_callbacks["heartbeat"].stop()
+    x = c.submit(np.ones, ARRAY // 8, key="x")  # before the run: no part of it
+    await wait(x)
+    await all_spilled(a)
+    recorder = Recorder(c, 60)
+    await recorder.start()
+    y = c.submit(np.ones, ARRAY // 8, key="y")
+    await wait(y)
+    await all_spilled(a)
+    await recorder.stop()
+    assert Run(recorder.samples).grew("spills") == 1
+
+
+@spilling(limits=(1,), nthreads=[("", 1)])
+async def test_a_worker_that_does_not_answer_holds_up_no_report(c, s, a, monkeypatch):
+    monkeypatch.setattr("gpuspill.distributed.observing._PATIENCE", 0.01)
+    asked = asyncio.Event()
+
+    async def never(*args, **kwargs):
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(c, "run", never)
+    recorder = Recorder(c, 60)
+    await recorder.start()
+    await recorder.stop()
+    assert asked.is_set()
+    assert [list(sample.workers) for sample in recorder.samples] == [[a.address]] * 2
+
+
+@spilling(limits=(1,), nthreads=[("", 1)])
 async def test_a_recording_of_many_workers_is_thinned_out_sooner(c, s, a, monkeypatch):
     monkeypatch.setattr("gpuspill.distributed.observing._MOST_NUMBERS", 6)  # of one worker: as if it were hundreds
     recorder = Recorder(c, 0.001)
