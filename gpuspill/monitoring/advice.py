@@ -22,8 +22,8 @@ _NOTABLE: Final = 0.1
 _MOST: Final = 0.6
 #: How often a byte may be read back before the limit counts as too low for the job.
 _READ_BACK: Final = 2.0
-#: The share of the time from which reads by tasks count. Tasks run on several threads, so that it may exceed one.
-_READING: Final = 0.3
+#: The share of the time from which it counts that tasks wait or read. Several do at once, so that it may exceed one.
+_TASKS: Final = 0.3
 #: A host is tight from this share of its limit on.
 _TIGHT: Final = 0.8
 
@@ -226,13 +226,20 @@ def _disk_is_the_limit(run: Run) -> Iterator[Advice]:
     if not run.worker_seconds or not seconds or waited < _NOTABLE * run.worker_seconds:
         return
     busy = min(1.0, seconds / run.worker_seconds)
+    waits = f"waited {units.duration(waited)} for room"
     if busy > _MOST:
         yield Advice(
             "disk-bound",
             f"The disk is the limit: workers wrote to it {busy:.0%} of the time, at "
-            f"{units.rate(wrote / seconds)}, and tasks waited {units.duration(waited)} for room.",
+            f"{units.rate(wrote / seconds)}, and tasks {waits}.",
             "Put gpuspill.spill-directory on a faster disk, give the workers more memory, or add workers with disks of "
             "their own.",
+        )
+    elif waited > _TASKS * run.worker_seconds:
+        yield Advice(
+            "waits",
+            f"Tasks and transfers {waits}: memory was full, and values left it more slowly than new ones came.",
+            "Give the workers more memory, put gpuspill.spill-directory on a faster disk, or use fewer threads.",
         )
 
 
@@ -242,7 +249,7 @@ def _waits_for_reads(run: Run) -> Iterator[Advice]:
         return
     # Reads ahead cost no task any time. Which reads those were is not known: each counts as much as any other.
     waited = run.grew("read_seconds") * min(1.0, misses / restores)
-    if waited > _READING * run.worker_seconds:
+    if waited > _TASKS * run.worker_seconds:
         yield Advice(
             "reads-in-tasks",
             f"Tasks read {_many(misses, 'input', 'inputs')} from disk before they could begin, which took them about "

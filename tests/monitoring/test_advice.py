@@ -19,6 +19,7 @@ FAULTS = {
     "overcommits": {"overruns": 8, "waits": 10, "spills": 5, **FULL},
     "unmanaged-memory": {"offset_nbytes": 600, "host_nbytes": 350, "spills": 5},
     "disk-bound": {"write_seconds": 9.0, "written_nbytes": 4000, "wait_seconds": 5.0, "spills": 5},
+    "waits": {"write_seconds": 3.0, "written_nbytes": 4000, "wait_seconds": 5.0, "spills": 5},
     "reads-in-tasks": {"misses": 8, "restores": 10, "read_seconds": 5.0, "spills": 5},
     "limit-too-low": {"restored_total_nbytes": 9000, "spilled_nbytes": 2000, "read_seconds": 3.0, "spills": 5},
     "serialisation-bound": {"serialize_seconds": 6.0, "write_seconds": 0.5, "spills": 5},
