@@ -39,10 +39,12 @@ async def look(url: str, seconds: float) -> bytes:
     connection = await websocket_connect(address, max_message_size=2**26)
     await asyncio.sleep(seconds)
     await connection.write_message(json.dumps({"id": 1, "method": "Page.captureScreenshot"}))
-    while (answer := json.loads(await connection.read_message())).get("id") != 1:
-        pass
-    connection.close()
-    return base64.b64decode(answer["result"]["data"])
+    while (message := await connection.read_message()) is not None:
+        answer = json.loads(message)
+        if answer.get("id") == 1:
+            connection.close()
+            return base64.b64decode(answer["result"]["data"])
+    sys.exit("error: the browser ended before it made a picture")
 
 
 def picture(browser: str, url: str, name: str, width: int, height: int, seconds: float) -> None:
@@ -75,8 +77,10 @@ def main(browser: str) -> None:
     data = gpuspill.data(host_limit="48 MiB", storage_delay=0.05)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        LocalCluster(n_workers=2, threads_per_worker=2, data=data, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        LocalCluster(  # type: ignore[no-untyped-call]
+            n_workers=2, threads_per_worker=2, data=data, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,  # type: ignore[no-untyped-call]
     ):
         client.register_plugin(gpuspill.MonitorPlugin())
         page = cluster.dashboard_link.rpartition("/")[0] + "/gpuspill"

@@ -177,12 +177,14 @@ def demonstrate(
     """
     chosen = parse_arms(arms)
     started = time.monotonic()
+    with dask.config.set(dict(size.config)):
+        room = int(size.limit * dask.config.get("distributed.worker.memory.target"))
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="gpuspill-demo-") as directory:
         for job in make_jobs(jobs, size, Path(directory)):
             console.print(
                 f"[bold]{job.title}[/]: {format_bytes(job.nbytes)} of data; "
-                f"2 workers of {format_bytes(size.limit)} each",
+                f"2 workers with room for {format_bytes(room)} of values each",
                 highlight=False,
             )
             begun = time.monotonic()

@@ -272,6 +272,7 @@ def test_the_demonstration_compares_the_arms() -> None:
         assert len(outcome.figures) == 2
         assert sum(figure.store.written_bytes for figure in outcome.figures) > 0
     assert all(figure.store.loop_operations == 0 for o in outcomes if o.arm == "gpuspill" for figure in o.figures)
+    assert "2 workers with room for 104.86 kiB of values each" in text
     assert text.count("answers correct") == 4
     assert "longest stall" in text
     assert "(x " in text
