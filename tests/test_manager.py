@@ -1,6 +1,7 @@
 """What the manager promises of each method, one at a time."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -320,6 +321,31 @@ def test_a_key_named_twice_and_two_keys_of_one_value_are_asked_room_for_once(kit
     assert future.result(0) == {"a": Thing(), "b": Thing()}
     admission.release()
     assert manager.statistics().pinned_nbytes == 0
+
+
+def test_evicting_all_twice_at_once_keeps_the_limit():
+    """Of two, the one that began first ends first, while the other one is between two values."""
+    arrived, goes_on = ({name: threading.Event() for name in ("first", "second")} for _ in range(2))
+
+    def observe(label, value, unit):
+        if (label, unit) == ("disk-write", "count"):
+            name = threading.current_thread().name
+            arrived[name].set()
+            assert goes_on[name].wait(60)
+
+    with bench(10_000, observer=observe) as kit:
+        kit.manager.store(1, Thing(1), 100)
+        kit.manager.store(2, Thing(2), 100)
+        threads = [threading.Thread(target=kit.manager.evict_all, name=name) for name in arrived]
+        for thread in threads:
+            thread.start()
+            assert arrived[thread.name].wait(60)
+        for thread in threads:
+            goes_on[thread.name].set()
+            thread.join(60)
+            assert not thread.is_alive()
+        assert kit.manager.statistics().limit == 10_000
+        assert sorted(kit.manager.keys_in(Tier.DISK)) == [1, 2]
 
 
 @pytest.mark.parametrize("nbytes", [0, 100])

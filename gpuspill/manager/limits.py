@@ -32,6 +32,9 @@ class Evictor:
         self._metadata = metadata
         self._engine = engine
         self._spiller = spiller
+        # How many evict everything now, and the limits from before the first of them.
+        self._evicting = 0
+        self._before: tuple[int | None, int | None] = (None, None)
 
     def set_limit(self, limit: int | None, disk_limit: int | None, *, disk_limit_from: str | None = None) -> None:
         """Change the limits, in bytes; None for no limit. Without effect after the manager was closed.
@@ -75,9 +78,11 @@ class Evictor:
             if self._metadata.closed:
                 return
             self._metadata.forbid_nested("evict")
-            limit, disk_limit = state.memory.limit, state.disk.limit
+            if not self._evicting:
+                self._before = state.memory.limit, state.disk.limit
+            self._evicting += 1
             # Below nothing, so that values of no size go as well, and whatever the offset takes off.
-            state.set_limits(min(0, state.memory.offset) - 1, disk_limit)
+            state.set_limits(min(0, state.memory.offset) - 1, state.disk.limit)
         try:
             while True:
                 done = self._spiller.step() is not None
@@ -87,7 +92,10 @@ class Evictor:
                 if done:
                     time.sleep(_PAUSE)  # another thread has the last ones in hand
         finally:
-            self.set_limit(limit, disk_limit)
+            with self._metadata as state:
+                self._evicting -= 1
+                if not (self._evicting or self._metadata.closed):
+                    state.set_limits(*self._before)
 
     def make_room(self, nbytes: int) -> int:
         """Evict values until `nbytes` bytes are free that were not, whatever the limit. Blocks: this thread writes.
