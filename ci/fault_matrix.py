@@ -160,7 +160,8 @@ the tests below. **?**: it can happen there, and no test shows what comes of it.
 """
 
 MIDDLE = """
-`gpuspill bench chaos` injects many of these into clusters at random: see [benchmarks](benchmarks.md).
+`gpuspill bench chaos` injects many of these into clusters at random: see
+[benchmarks](benchmarks.md).
 
 ## The tests
 

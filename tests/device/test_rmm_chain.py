@@ -80,6 +80,11 @@ def mr(request):
     return pytest.importorskip("rmm.mr", reason="RMM is not installed")
 
 
+#: Every resource with callbacks. Where the garbage collector finds one in a cycle, RMM frees the callbacks first, and
+#: calls them when the memory goes: the process ends.
+KEPT: list[object] = []
+
+
 class RmmDriver(FakeDriver):
     """A fake driver, all memory of which goes through RMM's resources."""
 
@@ -91,7 +96,9 @@ class RmmDriver(FakeDriver):
         self.reinitialize()
 
     def reinitialize(self):
-        self.mr.set_per_device_resource(ORDINAL, self.mr.CallbackMemoryResource(self.take, self.give_back))
+        resource = self.mr.CallbackMemoryResource(self.take, self.give_back)
+        KEPT.append(resource)
+        self.mr.set_per_device_resource(ORDINAL, resource)
 
     def take(self, nbytes, stream):
         allocation = self.know(self.device.allocate(nbytes))
