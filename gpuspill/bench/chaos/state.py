@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-calls=False
 """What a cluster looks like from the inside: whether its workers are at rest, and what it does if it hangs."""
 
-from __future__ import annotations
+from __future__ import gc
 
 import faulthandler
 import os
@@ -40,6 +40,8 @@ def examine(dask_worker: Worker) -> tuple[int, dict[str, object]]:
         manager.validate()
     except AssertionError as error:
         return 0, {"validate": repr(error)}
+    # What a task that failed had, and futures of its client, are in the frames of its error until a collection.
+    gc.collect()
     found = data.statistics()
     names = ("keys", "values", "host_nbytes", "disk_nbytes", "pinned_nbytes", "reserved_nbytes", "waiting")
     left = {name: getattr(found, name) for name in names if getattr(found, name)}
