@@ -17,6 +17,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 ARGS ?=
 BENCH ?= persist-sum --arms stock,gpuspill,nospill --repeat 5
 export PYTHON VENV
@@ -47,7 +48,7 @@ test-numba: $(VENV)/.installed
 	@ci/test.sh all tests/distributed/test_numba.py $(ARGS)
 
 test-cuda:
-	@ci/test_cuda.sh $(ARGS)
+	@VENV=$(CUDA_VENV) ci/test_cuda.sh $(ARGS)
 
 lint: $(VENV)/.installed
 	@ci/lint.sh

@@ -1,9 +1,10 @@
 # mypy: disallow-untyped-calls=False
 """What a cluster looks like from the inside: whether its workers are at rest, and what it does if it hangs."""
 
-from __future__ import gc
+from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import tempfile
