@@ -527,3 +527,15 @@ def test_a_value_whose_destructor_raises_goes_like_any_other(kit, monkeypatch, s
     assert kit.records() == 0
     assert kit.manager.statistics().values == 1
     assert kit.manager.get("b") == Thing("b")
+
+
+def test_closing_waits_for_no_single_deletions():
+    with bench(limit=None) as made:
+        for number in range(50):
+            made.manager.store(number, bytes(1000))
+        made.spill()
+        for number in range(50):
+            made.manager.discard(number)
+        assert made.store.statistics().records == 50  # on a disk that is slow
+        made.manager.close()
+        assert (made.store.statistics().records, made.store.statistics().deletes) == (0, 0)

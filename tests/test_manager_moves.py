@@ -1,5 +1,6 @@
 """What happens to a value in the middle of its move, and between any two steps of a call."""
 
+import errno
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,12 +127,19 @@ def test_pinned_while_its_write_fails(kit):
 
 
 @pytest.mark.fault("closed meanwhile", on="host→disk", outcome="stays readable; nothing left on disk")
-def test_closed_while_it_is_written(kit):
+@pytest.mark.parametrize("raises", [False, True])
+def test_closed_while_it_is_written(kit, caplog, raises):
+    def hook(operation, when):
+        kit.manager.close()
+        if raises:
+            raise StorageError(errno.EBADF, "closed")
+
     kit.manager.store("a", Thing("a"))
-    kit.store.hook = lambda operation, when: kit.manager.close()
+    kit.store.hook = hook
     squeeze(kit)
     assert kit.manager.get("a") == Thing("a")
     assert kit.records() == 0
+    assert not caplog.records, "it said that it would be tried again"
 
 
 @pytest.mark.fault("closed meanwhile", on="disk→host", outcome="whole, or an error")

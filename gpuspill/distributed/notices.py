@@ -31,9 +31,11 @@ class _Forwarder(logging.Handler):
         self._workers[worker] = loop
 
     def emit(self, record: logging.LogRecord) -> None:
-        for worker, loop in list(self._workers.items()):
-            if worker.status.name not in ("running", "paused"):
+        for ref in self._workers.keyrefs():  # a copy in one step: other threads add workers meanwhile
+            worker = ref()
+            if worker is None or worker.status.name not in ("running", "paused"):
                 continue
+            loop = self._workers[worker]
             message = {"level": record.levelname, "message": record.getMessage()}
             try:
                 # On the loop: warnings come from any thread, and the connection to the scheduler belongs to the loop.

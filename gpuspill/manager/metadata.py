@@ -304,4 +304,6 @@ class Metadata:
 
     def _delete(self, receipts: Iterable[Receipt]) -> None:
         for receipt in receipts:
+            if self.closed:
+                return  # closing the store removes all records, and need not wait for a queue of single ones
             self._store.delete(receipt)

@@ -364,7 +364,7 @@ class Spiller:
     def _fail(self, pid: int, error: BaseException | None, *, forever: bool) -> None:
         slot = self._metadata.slots[pid]
         try:
-            if error is not None:
+            if error is not None and not self._metadata.closed:  # else it is for that, and not tried again
                 self._report(slot, error, forever)
         finally:
             if error is not None:

@@ -70,7 +70,7 @@ def families(prefix: str, rows: Mapping[str, Numbers], label: str | None) -> Ite
 class Collector:
     """Exports the stores and the schedulers of this process, as long as they are alive.
 
-    Thread-safe: each method is one operation on a set that makes a copy of itself before it is gone through.
+    Thread-safe: each access is one operation that Python makes atomic.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,11 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """Yield the metric families of all owners; families of the same name are one."""
         merged: dict[str, Any] = {}
-        for owner, source in list(self._sources.items()):
+        for ref in self._sources.keyrefs():  # a copy in one step: other threads add and discard owners meanwhile
+            owner = ref()
+            source = None if owner is None else self._sources.get(owner)
+            if source is None:
+                continue
             for family in source(owner):
                 known = merged.setdefault(family.name, family)
                 if known is not family:
