@@ -46,8 +46,16 @@ class _Forwarder(logging.Handler):
 
 
 def forward_warnings(worker: Any, loop: Any) -> None:
-    """Tell the clients of a worker's cluster of the warnings of this process. `loop` is the worker's event loop."""
+    """Tell the clients of a worker's cluster of the warnings of this process. `loop` is the worker's event loop.
+
+    They are printed as distributed's own messages are, unless the program has set up logging: so `silence_logs` of a
+    cluster, which sets the level of distributed's handlers, counts for them, too.
+    """
     _forwarder().add(worker, loop)
+    logger = logging.getLogger(_LOGGER)
+    if not logging.getLogger().hasHandlers():
+        for handler in logging.getLogger("distributed").handlers:
+            logger.addHandler(handler)  # does nothing if it has it
 
 
 @cache  # the logger belongs to the process, and so does what hangs on it, however many workers there are

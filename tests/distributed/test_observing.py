@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -220,3 +222,29 @@ def test_from_the_command_line(tmp_path):
         failed = runner.invoke(command, ["report", address, "-o", str(tmp_path), "--seconds", "0.1"])
         assert failed.exit_code == 2
         assert (tmp_path / "inside.html").exists()
+
+
+PROGRAM = """
+import logging, sys
+import gpuspill
+from distributed import Client, LocalCluster
+
+if __name__ == "__main__":
+    silence = {"silence_logs": logging.ERROR} if sys.argv[1] == "silent" else {"silence_logs": False}
+    options = dict(n_workers=1, dashboard_address=":0", data=gpuspill.data(), processes=sys.argv[2] == "process")
+    with LocalCluster(**options, **silence) as cluster, Client(cluster) as client:
+        client.run(lambda: logging.getLogger("gpuspill").warning("mind the disk"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["process", "thread"])
+@pytest.mark.parametrize(("how", "times"), [("loud", 1), ("silent", 0)])
+def test_a_cluster_that_silences_logs_silences_warnings(tmp_path, how, times, where):
+    """In a program of its own: pytest sets up logging, and then nothing is printed."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(path), how, where], capture_output=True, text=True, check=True, timeout=100, cwd=tmp_path
+    )
+    assert (done.stderr + done.stdout).count("mind the disk") == times
