@@ -74,23 +74,24 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self._sources: weakref.WeakKeyDictionary[Any, Callable[[Any], Iterator[Any]]] = weakref.WeakKeyDictionary()
+        # By identity: to compare stores, which are mappings, means to read all that is in them.
+        self._sources: dict[int, tuple[weakref.ref[Any], Callable[[Any], Iterator[Any]]]] = {}
 
     def add(self, owner: Any, source: Callable[[Any], Iterator[Any]]) -> None:
         """Export what ``source(owner)`` yields, as long as `owner` is alive."""
-        self._sources[owner] = source
+        ident, sources = id(owner), self._sources
+        sources[ident] = weakref.ref(owner, lambda _: sources.pop(ident, None)), source
 
     def discard(self, owner: Any) -> None:
         """Stop exporting `owner`. Idempotent."""
-        self._sources.pop(owner, None)
+        self._sources.pop(id(owner), None)
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families of all owners; families of the same name are one."""
         merged: dict[str, Any] = {}
-        for ref in self._sources.keyrefs():  # a copy in one step: other threads add and discard owners meanwhile
+        for ref, source in list(self._sources.values()):
             owner = ref()
-            source = None if owner is None else self._sources.get(owner)
-            if source is None:
+            if owner is None:
                 continue
             for family in source(owner):
                 known = merged.setdefault(family.name, family)
