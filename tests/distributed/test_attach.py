@@ -274,7 +274,11 @@ async def test_plugin_takes_over_a_dict(c, s, a, b):
     client=True,
     nthreads=[("", 1)],
     worker_kwargs={"memory_limit": 10**9},
-    config={"distributed.worker.memory.target": 50_000 / 10**9, "distributed.worker.memory.spill": False},
+    config={
+        "distributed.worker.memory.target": 50_000 / 10**9,
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.pause": False,
+    },
 )
 async def test_plugin_takes_over_a_spill_buffer_without_reading_it(c, s, a):
     assert isinstance(a.data, SpillBuffer)
@@ -313,7 +317,11 @@ async def test_plugin_takes_over_a_spill_buffer_without_reading_it(c, s, a):
     client=True,
     nthreads=[("", 1)],
     worker_kwargs={"memory_limit": 10**9},
-    config={"distributed.worker.memory.target": 20_000 / 10**9, "distributed.worker.memory.spill": False},
+    config={
+        "distributed.worker.memory.target": 20_000 / 10**9,
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.pause": False,
+    },
 )
 async def test_an_adopted_file_that_is_gone_is_computed_anew(c, s, a):
     xs = c.map(CloudOnly, range(6))
@@ -337,6 +345,7 @@ def work(x, y):
     config={
         "distributed.worker.memory.target": 200_000 / 10**9,
         "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.pause": False,
         "distributed.scheduler.worker-saturation": float("inf"),
     },
 )
