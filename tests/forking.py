@@ -230,6 +230,8 @@ def main(what, how, rounds):
         if not pid:
             child(what, how, store, handles)
         wait(pid, how)
+    while store.statistics().spills <= rounds and not errors:  # children may be faster than the parent's threads
+        time.sleep(0.01)
     stop.set()
     for thread in threads:
         thread.join()
@@ -239,7 +241,7 @@ def main(what, how, rounds):
         check(handles[number].resolve(), 1000 + number)
     statistics = store.statistics()
     assert statistics.lost == 0, statistics
-    assert statistics.spills > 0, statistics
+    assert statistics.spills > rounds, statistics
     store.manager.validate()
     store.close()
     os.rmdir(directory)
