@@ -14,7 +14,7 @@ import pytest
 
 from gpuspill.errors import DataLostError, ManagerClosed, RecordLost, StorageError
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import Encoded, PickleSerializer, Serialized
+from gpuspill.manager.ports import Encoded, PickleSerializer, Serialized
 from gpuspill.storage.base import Store
 from gpuspill.storage.patient import PatientStore
 from gpuspill.testing.stores import FaultyStore, Gate, GatedStore, MemoryStore, nth

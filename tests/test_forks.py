@@ -14,7 +14,7 @@ import pytest
 from gpuspill import forks
 from gpuspill.errors import ManagerClosed, StorageError
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import Encoded, PickleSerializer
+from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.simulated import asarray
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.managers import Bench

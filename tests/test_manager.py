@@ -13,7 +13,7 @@ from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import UNKNOWN_NBYTES
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.errors import DataLostError, StorageError
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.testing.managers import Bench, bench
 from tests.things import SHARED, VALUES, Thing, Unpicklable, assert_same, fresh, squeeze, the_values
 

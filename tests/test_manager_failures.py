@@ -11,7 +11,7 @@ import pytest
 
 from gpuspill.core.residency import State, Tier
 from gpuspill.errors import DataLostError, StorageError, StorageFull, cut_loose
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.testing.managers import Bench, bench
 from tests.things import Delegating, Endless, Exiting, Nested, Thing, Unloadable, Unpicklable, squeeze
 

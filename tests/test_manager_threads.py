@@ -27,7 +27,7 @@ from gpuspill.errors import (
     StorageFull,
 )
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import Encoded, PickleSerializer
+from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.testing.memory_store import ManualStore
 from gpuspill.testing.stores import FaultyStore, MemoryStore
 from tests.things import DEADLY, Deadly

@@ -9,8 +9,8 @@ import pytest
 from gpuspill.core.residency import State
 from gpuspill.device.shared_memory import SMALL_NBYTES, shared_memory
 from gpuspill.distributed.serialization import DaskSerializer
-from gpuspill.manager.serialization import Encoded
-from gpuspill.manager.sharing import VIEW_NBYTES
+from gpuspill.manager.insert import VIEW_NBYTES
+from gpuspill.manager.ports import Encoded
 from gpuspill.testing.managers import Bench
 
 N = 10_000

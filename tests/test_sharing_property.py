@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.distributed.serialization import DaskSerializer
-from gpuspill.manager.sharing import VIEW_NBYTES
+from gpuspill.manager.insert import VIEW_NBYTES
 from gpuspill.testing.managers import Bench
 
 KEYS = st.sampled_from("abcdef")

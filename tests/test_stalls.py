@@ -9,7 +9,7 @@ import pytest
 from gpuspill.core.residency import State
 from gpuspill.errors import ManagerClosed
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.clock import ManualClock
 from gpuspill.testing.memory_store import ManualStore

@@ -22,7 +22,7 @@ from gpuspill.distributed.wire import Form, Slot, Window, Wire, type_name, wrap
 from gpuspill.errors import DataLostError, ManagerClosed, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
-from gpuspill.manager.serialization import Encoded
+from gpuspill.manager.ports import Encoded
 from gpuspill.storage.base import frame_nbytes, in_memory
 from gpuspill.tier import DeviceTier, Skeleton
 

@@ -23,7 +23,7 @@ from gpuspill.classes import is_plain
 from gpuspill.distributed.culprits import Named, culprit_of
 from gpuspill.distributed.pickling import pickled, unpickled
 from gpuspill.distributed.reductions import flat, keep_flag, registration
-from gpuspill.manager.serialization import Serialized
+from gpuspill.manager.ports import Serialized
 from gpuspill.storage.base import Buffer, Frame
 
 __all__ = ["FOREIGN_HEADER", "DaskSerializer", "DeviceFamilies"]

@@ -30,7 +30,7 @@ from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
 from gpuspill.classes import attribute_of
 from gpuspill.distributed.serialization import FOREIGN_HEADER
-from gpuspill.manager.serialization import Encoded
+from gpuspill.manager.ports import Encoded
 from gpuspill.storage.base import Buffer
 
 __all__ = ["Form", "Slot", "Window", "Wire", "real_type", "type_name", "wrap"]

@@ -1,19 +1,22 @@
-"""What somebody who adds bytes gets: pins on inputs, and a promise of room."""
+"""Letting those who add bytes in: pins on what they need, and a promise of room before it is filled."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 
-from gpuspill.core.budget import Reservation
+from gpuspill.core.budget import Kind, Reservation
+from gpuspill.core.ledger import Entry
+from gpuspill.core.policy import Order
+from gpuspill.core.residency import State
+from gpuspill.manager.stalls import Stalls
+from gpuspill.manager.threads import Engine
+from gpuspill.manager.transaction import Metadata
 
-if TYPE_CHECKING:
-    from gpuspill.manager.admitting import Admitter
-
-__all__ = ["Admission"]
+__all__ = ["Admission", "Admitter"]
 
 logger = logging.getLogger("gpuspill")
 
@@ -161,3 +164,234 @@ class Admission:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class Admitter:
+    """Hands out admissions on behalf of a manager, and takes them back.
+
+    Parameters
+    ----------
+    metadata, engine, stalls
+        The manager's.
+
+    Attributes
+    ----------
+    look
+        To be called now and then while somebody waits; see :meth:`gpuspill.manager.stalls.Stalls.look`.
+
+    Notes
+    -----
+    Thread-safe; only :meth:`wait_for_room` blocks. :meth:`promise` is to be called under the lock of the metadata.
+    """
+
+    def __init__(self, metadata: Metadata, engine: Engine, stalls: Stalls) -> None:
+        self._metadata = metadata
+        self._engine = engine
+        self.look = stalls.look
+
+    # -- handing out ---------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        label: Hashable | None,
+        inputs: Iterable[Hashable],
+        output_nbytes: int = 0,
+        *,
+        arriving: Mapping[Hashable, int] | None = None,
+        kind: Kind = Kind.TASK,
+        order: Order = (),
+    ) -> Admission:
+        """Pin the inputs and ask for room for those that are not in memory, and for an output.
+
+        Parameters
+        ----------
+        label
+            The key under which the output will be stored; storing it settles the promise. None if there is no output.
+        inputs
+            Keys; pinned from now until :meth:`Admission.release`, whether in memory or not.
+        output_nbytes
+            Expected size of the output in bytes.
+        arriving
+            Labels of inputs that are not known yet and come in parts, under other names, and their sizes in bytes:
+            :meth:`settle` gives back what is promised for one. What is left of it goes when the inputs are there.
+        kind, order
+            A smaller order is served first, and among equals a task before a transfer; see :mod:`gpuspill.core.line`.
+
+        Raises
+        ------
+        KeyError
+            An input is unknown. Nothing stays pinned.
+        """
+        outputs = dict(arriving or {})
+        arriving_nbytes = sum(outputs.values())
+        if label is not None and output_nbytes:
+            outputs[label] = output_nbytes
+        with self._metadata as state:
+            known = state.ledger.keys
+            entries = {key: known[key] for key in inputs}
+            return self.promise(entries, outputs, output_nbytes, kind, order, arriving_nbytes)
+
+    def pin(self, keys: Iterable[Hashable]) -> Admission:
+        """Pin values where they are, without asking for room to bring them into memory.
+
+        For whoever looks at them without needing them there, such as :meth:`gpuspill.manager.batch.Gatherer.export`.
+        Unknown keys are left out.
+        """
+        with self._metadata as state:
+            known = state.ledger.keys
+            pids = {key: known[key].pid for key in keys if key in known}
+            self._metadata.forbid_nested("pin")
+            for pid in pids.values():
+                state.pin(pid)
+            nothing = Reservation(Kind.TRANSFER, 0, granted=True)
+            return Admission(self, nothing, pids, {}, 0, self._metadata.clock())
+
+    def reserve(
+        self,
+        nbytes: int,
+        kind: Kind = Kind.TRANSFER,
+        *,
+        order: Order = (),
+        outputs: Mapping[Hashable, int] | None = None,
+    ) -> Admission:
+        """Ask for room for bytes that come from elsewhere, such as a transfer.
+
+        Parameters
+        ----------
+        nbytes
+            How many.
+        kind, order
+            As for :meth:`admit`.
+        outputs
+            The keys under which they will be stored and the part of each, if known; storing a key settles its part.
+        """
+        with self._metadata:
+            return self.promise({}, dict(outputs or {}), nbytes, kind, order)
+
+    def reserve_now(
+        self, nbytes: int, kind: Kind, *, outputs: Mapping[Hashable, int] | None = None
+    ) -> Admission | None:
+        """As :meth:`reserve`, but None if it would have to wait, or be granted beyond the limit.
+
+        Clean values that come first in the order of eviction make room for it.
+        """
+        with self._metadata as state:
+            self._metadata.forbid_nested("ask for room")
+            reservation = state.reserve_now(nbytes, kind)
+            return None if reservation is None else self._hand_out(reservation, {}, dict(outputs or {}), nbytes)
+
+    def wait_for_room(self) -> None:
+        """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write.
+
+        For whoever makes more and more of it in one go. Returns at once where waiting would be for oneself: in a spill
+        thread, and in a finaliser that runs in the middle of a change.
+        """
+        with self._metadata:
+            if self._metadata.nested or self._metadata.closed or self._engine.spilling_here:
+                return
+            admission = self.promise({}, {}, 0, Kind.TASK)
+        with admission:
+            admission.wait()
+
+    def promise(
+        self,
+        entries: Mapping[Hashable, Entry],
+        outputs: dict[Hashable, int],
+        output_nbytes: int,
+        kind: Kind,
+        order: Order = (),
+        arriving_nbytes: int = 0,
+    ) -> Admission:
+        """Under the lock: pin the inputs and queue for room."""
+        self._metadata.forbid_nested("ask for room")
+        state = self._metadata.state
+        missing: dict[int, int] = {}  # by proxy: several keys may hold one
+        pids: dict[Hashable, int] = {}
+        for key, entry in entries.items():
+            state.pin(entry.pid)
+            pids[key] = entry.pid
+            if entry.state is State.SPILLED:
+                missing[entry.pid] = entry.nbytes
+        reservation = state.reserve(sum(missing.values()) + arriving_nbytes + output_nbytes, kind, order)
+        return self._hand_out(reservation, pids, outputs, output_nbytes)
+
+    def _hand_out(
+        self, reservation: Reservation, pids: dict[Hashable, int], outputs: dict[Hashable, int], output_nbytes: int
+    ) -> Admission:
+        """Under the lock: hand out what was reserved."""
+        metadata = self._metadata
+        admission = Admission(self, reservation, pids, outputs, output_nbytes, metadata.clock())
+        if not reservation.granted:
+            metadata.admissions[reservation] = admission
+        for key in outputs:
+            metadata.promises[key] = admission
+        return admission
+
+    def improve(self, admission: Admission, order: Order) -> None:
+        """It has become as urgent as `order`, if that is more urgent than before. Does nothing once it is granted."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.improve, admission, order))
+            else:
+                state.improve(admission.reservation, order)
+
+    def detach(self, admission: Admission) -> None:
+        """Its holder may wait for others in line: they do not wait for its end."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.detach, admission))
+            else:
+                state.detach(admission.reservation)
+
+    def missing_nbytes(self, keys: Iterable[Hashable]) -> int:
+        """Bytes of the values of some keys that are on disk now. Unknown keys are left out."""
+        with self._metadata as state:
+            known = state.ledger.keys
+            # By proxy: several keys may hold one.
+            entries = {entry.pid: entry for key in keys if (entry := known.get(key)) is not None}
+            return sum(entry.nbytes for entry in entries.values() if entry.state is State.SPILLED)
+
+    # -- taking back ---------------------------------------------------------------------------------
+
+    def release(self, admission: Admission) -> None:
+        """Undo :meth:`admit`; called by :meth:`Admission.release`, once."""
+        metadata = self._metadata
+        with metadata as state:
+            if metadata.nested:
+                metadata.defer(partial(self.release, admission))
+                return
+            metadata.admissions.pop(admission.reservation, None)
+            for key in admission.outputs:
+                if metadata.promises.get(key) is admission:
+                    del metadata.promises[key]
+            state.release(admission.reservation)
+            for pid in admission.pids.values():
+                state.unpin(pid)
+
+    def settle(self, label: Hashable) -> None:
+        """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.settle, label))
+                return
+            admission = self._metadata.promises.pop(label, None)
+            if admission is not None:
+                state.settle(admission.reservation, admission.outputs.pop(label))
+
+    def settle_inputs(self, admission: Admission) -> None:
+        """Give back what was promised for inputs that were brought by somebody else meanwhile."""
+        if admission.reservation.nbytes > admission.output_nbytes:
+            with self._metadata as state:
+                if self._metadata.nested:
+                    self._metadata.defer(partial(self.settle_inputs, admission))
+                else:
+                    state.shrink(admission.reservation, admission.output_nbytes)
+
+    def give_back_output(self, admission: Admission) -> None:
+        """Give back what was promised to an admission for an output."""
+        with self._metadata as state:
+            if self._metadata.nested:
+                self._metadata.defer(partial(self.give_back_output, admission))
+                return
+            state.shrink(admission.reservation, max(0, admission.reservation.nbytes - admission.output_nbytes))
+            admission.output_nbytes = 0

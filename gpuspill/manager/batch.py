@@ -14,13 +14,12 @@ from gpuspill.core.budget import Kind
 from gpuspill.core.ledger import Entry
 from gpuspill.core.policy import Order
 from gpuspill.errors import ManagerClosed, answerable, is_for_caller
-from gpuspill.manager.admission import Admission
-from gpuspill.manager.admitting import Admitter
-from gpuspill.manager.metadata import Metadata
+from gpuspill.manager.admission import Admission, Admitter
+from gpuspill.manager.ports import Encoded, Serializer
 from gpuspill.manager.restore import Restorer, lost_error
-from gpuspill.manager.serialization import Encoded, Serializer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Engine, Urgency
+from gpuspill.manager.transaction import Metadata
 
 __all__ = ["Gatherer"]
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 from gpuspill.errors import cut_loose
-from gpuspill.manager.metadata import Metadata
-from gpuspill.manager.observer import Observer
-from gpuspill.manager.serialization import Serializer
+from gpuspill.manager.ports import Observer, Serializer
 from gpuspill.manager.slots import Slot
+from gpuspill.manager.transaction import Metadata
 
 __all__ = ["Decoder", "Disperse"]
 

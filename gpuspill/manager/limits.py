@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.threads import Engine
+from gpuspill.manager.transaction import Metadata
 
 __all__ = ["Evictor"]
 

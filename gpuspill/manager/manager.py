@@ -1,11 +1,11 @@
 """The proxify manager: all values of one worker, wherever they are.
 
 It puts the parts together and offers what they do by key. The core decides (:mod:`gpuspill.core.state`, behind the lock
-in :mod:`gpuspill.manager.metadata`); the parts carry out:
+in :mod:`gpuspill.manager.transaction`); the parts carry out:
 
 =================================  ==========================================================
 :mod:`gpuspill.manager.insert`     values come in
-:mod:`gpuspill.manager.admitting`  pins, and promises of room
+:mod:`gpuspill.manager.admission`  pins, and promises of room
 :mod:`gpuspill.manager.batch`      several values at once, for tasks and for transfers
 :mod:`gpuspill.manager.restore`    one value comes back
 :mod:`gpuspill.manager.decode`     bytes become a value
@@ -32,24 +32,21 @@ from gpuspill.core.policy import Order
 from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import SizeModel
 from gpuspill.device.shared_memory import SharedMemory
-from gpuspill.manager.admission import Admission
-from gpuspill.manager.admitting import Admitter
+from gpuspill.manager.admission import Admission, Admitter
 from gpuspill.manager.batch import Gatherer
 from gpuspill.manager.decode import Decoder, Disperse
-from gpuspill.manager.insert import Intake
+from gpuspill.manager.insert import Intake, Sharing
 from gpuspill.manager.limits import Evictor
-from gpuspill.manager.metadata import Metadata
-from gpuspill.manager.observer import Observer
+from gpuspill.manager.ports import Custody, Encoded, Observer, Serializer
 from gpuspill.manager.prefetch import Prefetcher
 from gpuspill.manager.proxy import Proxy
 from gpuspill.manager.restore import Restorer
-from gpuspill.manager.serialization import Encoded, Serializer
-from gpuspill.manager.sharing import Sharing
-from gpuspill.manager.slots import Custody, Slot
+from gpuspill.manager.slots import Slot
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.statistics import Statistics, take_snapshot
 from gpuspill.manager.threads import Engine, run_for
+from gpuspill.manager.transaction import Metadata
 from gpuspill.storage.base import Frame, Receipt, Store
 
 __all__ = ["ProxifyManager"]
@@ -369,7 +366,7 @@ class ProxifyManager:
     ) -> Admission:
         """Pin the inputs and ask for room for those that are not in memory, for what arrives, and for an output.
 
-        Storing `label` settles what is promised for it; see :meth:`gpuspill.manager.admitting.Admitter.admit`. KeyError
+        Storing `label` settles what is promised for it; see :meth:`gpuspill.manager.admission.Admitter.admit`. KeyError
         if an input is unknown.
         """
         return self._admitter.admit(label, inputs, output_nbytes, arriving=arriving, kind=kind, order=order)

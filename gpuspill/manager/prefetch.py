@@ -7,10 +7,10 @@ from functools import partial
 
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
-from gpuspill.manager.metadata import Metadata
 from gpuspill.manager.restore import Restorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Urgency
+from gpuspill.manager.transaction import Metadata
 
 __all__ = ["Prefetcher"]
 

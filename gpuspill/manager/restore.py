@@ -20,12 +20,11 @@ from gpuspill.core.residency import State
 from gpuspill.errors import DataLostError, ManagerClosed, answerable, is_for_caller
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.decode import Decoder
-from gpuspill.manager.metadata import Metadata
-from gpuspill.manager.observer import Observer
-from gpuspill.manager.serialization import Encoded, Serializer
-from gpuspill.manager.sharing import Sharing
+from gpuspill.manager.insert import Sharing
+from gpuspill.manager.ports import Encoded, Observer, Serializer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Engine, Urgency
+from gpuspill.manager.transaction import Metadata
 from gpuspill.storage.base import Borrow, Receipt, Store
 from gpuspill.storage.inplace import InPlace
 

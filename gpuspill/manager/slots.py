@@ -7,15 +7,15 @@ import weakref
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from sys import getrefcount
-from typing import Any, Protocol
+from typing import Any
 
 from gpuspill.classes import ClassTable, attribute_of
 from gpuspill.core.ledger import FEW_KEYS, Entry, Rare
 from gpuspill.manager.knots import Knots
-from gpuspill.manager.serialization import Encoded
+from gpuspill.manager.ports import Custody, Encoded
 from gpuspill.storage.base import Receipt
 
-__all__ = ["Custody", "Restore", "Slot", "Slots"]
+__all__ = ["Restore", "Slot", "Slots"]
 
 #: After so many refusals it is looked into who holds a value.
 _PATIENCE = 3
@@ -23,29 +23,6 @@ _PATIENCE = 3
 _LAST_PATIENCE = 20
 #: Then it is written so often, as long as it is another one after each write than before.
 _WRITTEN_IN_VAIN = 5
-
-
-class Custody(Protocol):
-    """Knows values that stand for memory elsewhere, such as a device's.
-
-    Its methods are called with the metadata lock held: they must be fast, take no lock that is ever held around a call
-    of a manager, and not raise.
-    """
-
-    def held(self, value: Any) -> bool:
-        """Whether somebody uses the memory, so that evicting the value would free nothing."""
-        ...
-
-    def leave(self, value: Any) -> Callable[[], Any] | None:
-        """`value` leaves memory, or is forgotten.
-
-        Returns
-        -------
-        callable or None
-            ``ghost()`` returns a value in its place if the memory is still there when it is wanted again, else None. It
-            is called without a lock, from any thread.
-        """
-        ...
 
 
 class Restore(Future[Any]):
@@ -81,7 +58,7 @@ class Slot(Entry):
     Attributes
     ----------
     value
-        The value while it is in memory, else None. An :class:`~gpuspill.manager.serialization.Encoded` that
+        The value while it is in memory, else None. An :class:`~gpuspill.manager.ports.Encoded` that
         nobody has needed yet is in memory too, but has to be decoded before it can be handed out.
     sizeof
         Its size as the caller gave it, in bytes, uncorrected; negative until it has entered.

@@ -14,11 +14,10 @@ from gpuspill.core.sizes import SizeModel
 from gpuspill.core.state import SpillState
 from gpuspill.errors import QuotaExceeded, StorageError, StorageFull, cut_loose, is_for_caller
 from gpuspill.manager.knots import knots
-from gpuspill.manager.metadata import Metadata
-from gpuspill.manager.observer import Observer
-from gpuspill.manager.serialization import Encoded, Serializer
+from gpuspill.manager.ports import Encoded, Observer, Serializer
 from gpuspill.manager.slots import Slot
 from gpuspill.manager.stalls import Stalls
+from gpuspill.manager.transaction import Metadata
 from gpuspill.storage.base import Borrow, Frame, Receipt, Store, frame_nbytes, in_memory
 from gpuspill.storage.record import digest, flat
 

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from gpuspill.core.state import SpillState
-from gpuspill.manager.metadata import Metadata
+from gpuspill.manager.transaction import Metadata
 
 __all__ = ["Stalls"]
 

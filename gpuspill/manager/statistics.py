@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpuspill.manager.metadata import Metadata
     from gpuspill.manager.restore import Restorer
+    from gpuspill.manager.transaction import Metadata
 
 __all__ = ["Statistics", "take_snapshot"]
 

@@ -12,7 +12,7 @@ from gpuspill.core.budget import Kind
 from gpuspill.core.residency import State
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.errors import StorageError, StorageFull
-from gpuspill.manager.serialization import Encoded, PickleSerializer
+from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.storage.base import in_memory
 from gpuspill.testing.interruptions import Interruptions
 from gpuspill.testing.manager_model import KEYS, ManagerModel

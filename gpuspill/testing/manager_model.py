@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuspill.core.residency import State
 from gpuspill.errors import DataLostError, ReadInterrupted, StorageError, answerable
-from gpuspill.manager.serialization import Encoded, PickleSerializer
+from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.manager.slots import Restore
 from gpuspill.testing.interruptions import Interruptions
 from gpuspill.testing.managers import Bench

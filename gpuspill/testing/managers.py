@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from gpuspill.core.residency import State
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer, Serializer
+from gpuspill.manager.ports import PickleSerializer, Serializer
 from gpuspill.storage.base import Store
 from gpuspill.testing.clock import ManualClock
 from gpuspill.testing.engines import ManualEngine

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from gpuspill.device.port import AllocationId
-from gpuspill.manager.serialization import Serializer
+from gpuspill.manager.ports import Serializer
 from gpuspill.tier.units import Leaf, Unit
 
 __all__ = ["Composite", "DeviceObject", "Families"]

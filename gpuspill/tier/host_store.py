@@ -17,7 +17,7 @@ from contextlib import suppress
 from gpuspill.core.budget import Kind
 from gpuspill.errors import RecordLost, StorageError
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import Encoded
+from gpuspill.manager.ports import Encoded
 from gpuspill.storage.base import Allocate, Frame, Receipt, Store, StoreStatistics, frame_nbytes, in_memory
 from gpuspill.tier.units import Internal
 

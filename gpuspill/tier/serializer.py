@@ -10,7 +10,7 @@ from typing import TypeVar
 from gpuspill.device.past_host import PastHost
 from gpuspill.device.port import Allocation, AllocationId, Device, DeviceError
 from gpuspill.errors import StorageError
-from gpuspill.manager.serialization import Serialized
+from gpuspill.manager.ports import Serialized
 from gpuspill.storage.base import FrameStream
 from gpuspill.storage.inplace import FileMemory
 from gpuspill.tier.composites import DeviceObject, Families

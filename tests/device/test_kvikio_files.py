@@ -13,7 +13,7 @@ from gpuspill.device.cuda.kvikio_files import KvikioFiles, kvikio_files
 from gpuspill.device.past_host import FileDriverError, PastHost, Trust
 from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.past_host_tests import PastHostTests

@@ -22,7 +22,7 @@ from gpuspill.distributed.attachment import SENDING_NBYTES
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire, real_type, wrap
 from gpuspill.errors import DataLostError
-from gpuspill.manager.serialization import Encoded
+from gpuspill.manager.ports import Encoded
 from gpuspill.storage.files import FileStore
 from tests.distributed.clusters import all_spilled, attached, spilling
 from tests.distributed.counted import (

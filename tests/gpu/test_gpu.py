@@ -15,7 +15,7 @@ from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.port import CopyPlan
 from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.devices import ArrayTests, DeviceTests
 from gpuspill.tier import DeviceTier

@@ -12,7 +12,7 @@ from gpuspill.device.past_host import PastHost, Trust
 from gpuspill.device.port import CopyPlan
 from gpuspill.errors import ConfigError
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.past_host_tests import DevicePastHostTests
 from gpuspill.tier import DeviceTier

@@ -9,7 +9,7 @@ from gpuspill import simulated
 from gpuspill.core.budget import Kind
 from gpuspill.core.residency import Tier
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy, run_kernel
 from gpuspill.testing.stores import Gate, MemoryStore
 from gpuspill.tier import DeviceTier

@@ -15,7 +15,7 @@ from gpuspill import simulated
 from gpuspill.device.port import CopyPlan, DeviceError
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.stores import Gate, GatedStore

@@ -11,7 +11,7 @@ from dask.order import order
 
 from gpuspill import simulated
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import MemoryStore
 from gpuspill.tier import DeviceTier

@@ -16,7 +16,7 @@ from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.port import CopyPlan, DeviceError
 from gpuspill.errors import DataLostError, ManagerClosed
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import Encoded, PickleSerializer
+from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import Gate, GatedStore, MemoryStore
 from gpuspill.tier import DeviceTier, Internal, Skeleton

@@ -12,7 +12,7 @@ from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.past_host import PastHost, Trust
 from gpuspill.device.port import CopyPlan
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.fake_driver import FakeDriver

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from gpuspill import simulated
 from gpuspill.distributed.serialization import DeviceFamilies
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import Array, ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import MemoryStore
 from gpuspill.tier import DeviceTier

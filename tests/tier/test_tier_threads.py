@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpuspill.manager import ProxifyManager
-from gpuspill.manager.serialization import PickleSerializer
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import MemoryStore
 from gpuspill.tier import DeviceTier

@@ -1,20 +1,19 @@
-"""Values to bytes and back: the port that the manager uses, and an implementation that needs nothing but Python.
+"""The ports of the manager: how values become bytes, who measures its work, who knows memory elsewhere.
 
-The worker integration brings its own, over dask's serialisation families
-(:mod:`gpuspill.distributed.serialization`); this one serves the manager outside a worker, and
-tests.
+The worker integration serialises over dask's families (:mod:`gpuspill.distributed.serialization`).
+:class:`PickleSerializer`, which needs nothing but Python, serves the manager outside a worker, and tests.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gpuspill.storage.base import Buffer, Frame
 
-__all__ = ["Encoded", "PickleSerializer", "Serialized", "Serializer"]
+__all__ = ["Custody", "Encoded", "Observer", "PickleSerializer", "Serialized", "Serializer"]
 
 
 class Serialized(NamedTuple):
@@ -62,6 +61,41 @@ class Serializer(Protocol):
 
     def loads(self, header: bytes, frames: Sequence[memoryview]) -> object:
         """Rebuild. The value may alias the frames, which are writable and not used by anybody else."""
+        ...
+
+
+class Observer(Protocol):
+    """Told about every unit of work, in the thread that did it and without a lock held.
+
+    Labels and units are those of distributed's fine performance metrics: ``disk-read``, ``disk-write``,
+    ``memory-read``, ``serialize``, ``deserialize``; ``seconds``, ``bytes``, ``count``.
+    """
+
+    def __call__(self, label: str, value: float, unit: str, /) -> None:
+        """Add `value` to the metric."""
+        ...
+
+
+class Custody(Protocol):
+    """Knows values that stand for memory elsewhere, such as a device's.
+
+    Its methods are called with the metadata lock held: they must be fast, take no lock that is ever held around a call
+    of a manager, and not raise.
+    """
+
+    def held(self, value: Any) -> bool:
+        """Whether somebody uses the memory, so that evicting the value would free nothing."""
+        ...
+
+    def leave(self, value: Any) -> Callable[[], Any] | None:
+        """`value` leaves memory, or is forgotten.
+
+        Returns
+        -------
+        callable or None
+            ``ghost()`` returns a value in its place if the memory is still there when it is wanted again, else None. It
+            is called without a lock, from any thread.
+        """
         ...
 
 

@@ -31,8 +31,8 @@ from gpuspill.core.policy import small_below
 from gpuspill.core.residency import Tier
 from gpuspill.core.state import SpillState
 from gpuspill.errors import ManagerClosed
-from gpuspill.manager.serialization import Encoded
-from gpuspill.manager.slots import Custody, Slot, Slots
+from gpuspill.manager.ports import Custody, Encoded
+from gpuspill.manager.slots import Slot, Slots
 from gpuspill.storage.base import Receipt, Store
 
 if TYPE_CHECKING:
