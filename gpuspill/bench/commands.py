@@ -280,7 +280,7 @@ def transpose(
 
 
 @bench.command()
-@_arms_option("gpuspill,fits", "gpuspill, fits")
+@click.option("--arms", help="What to run, in this order.  [default: gpuspill,fits]")
 @_repeat_option(5)
 @click.option("--limit", type=SIZE, default="4GiB", show_default=True, help="Values to keep on the device.")
 @click.option("--ratio", type=float, default=3.0, show_default=True, help="Size of the array divided by the limit.")
@@ -296,9 +296,16 @@ def transpose(
 @click.option("--bandwidth", type=SIZE, default="10GB", show_default=True, help="Of the link, a second and direction.")
 @click.option("--thin", type=int, default=16, show_default=True, help="Of so many bytes one is really there.")
 @click.option("--nthreads", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--link",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Measure the device tier alone instead, on a link of so many GB/s in each direction. No byte moves and "
+    "nothing sleeps: what the host pays is modelled at full scale. The arms are sizes of values then, by default all.",
+)
+@click.option("--model", default="h200", show_default=True, help="With --link: what the host pays.")
 @JSON_OPTION
 def device(
-    arms: str,
+    arms: str | None,
     repeat: int,
     limit: int,
     ratio: float,
@@ -308,9 +315,16 @@ def device(
     bandwidth: int,
     thin: int,
     nthreads: int,
+    link: float | None,
+    model: str,
     json_path: Path | None,
 ) -> None:
     """Run kernels on a simulated device while blocks are copied to and from it."""
+    if link is not None:
+        from gpuspill.bench.link import ARMS, LinkJob
+
+        _measure(LinkJob(link=link * 1e9, model=model), arms or ",".join(ARMS), repeat, json_path)
+        return
     from gpuspill.bench.device import DeviceJob
 
     job = DeviceJob(
@@ -323,7 +337,7 @@ def device(
         thin=thin,
         threads=nthreads,
     )
-    _measure(job, arms, repeat, json_path)
+    _measure(job, arms or "gpuspill,fits", repeat, json_path)
 
 
 @bench.command()

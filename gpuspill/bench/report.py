@@ -35,7 +35,8 @@ class Row:
     label
         What people call it.
     unit
-        ``seconds``, ``milliseconds``, ``microseconds``, ``bytes``, ``count``, ``ratio`` or ``yes``.
+        ``seconds``, ``milliseconds``, ``microseconds``, ``bytes``, ``rate`` (bytes a second), ``count``, ``ratio``
+        or ``yes``.
         Metrics of the first three are in seconds, whatever they are shown in.
     compare
         Whether a ratio to the baseline makes sense.
@@ -86,6 +87,7 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "milliseconds": lambda value: f"{value * 1e3:.1f} ms",
     "microseconds": lambda value: f"{value * 1e6:.1f} µs",
     "bytes": lambda value: format_bytes(int(value)),
+    "rate": lambda value: f"{value / 1e9:.2f} GB/s",
     "count": lambda value: f"{value:,.0f}",
     "ratio": lambda value: f"{value:.2f}",
     "yes": lambda value: "yes" if value else "NO",

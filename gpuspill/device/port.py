@@ -467,6 +467,15 @@ class Device(ABC):
         Parameters, result and errors as :meth:`copy_to_host`; the host buffer may be read-only.
         """
 
+    def copy_on_host(self, target: Any, source: Any) -> None:
+        """Copy one array of host bytes to another, without the interpreter's lock: to and from staging.
+
+        No device takes part. It is here for those that model what it costs.
+        """
+        from gpuspill.device.host import copy  # needs NumPy, which workers without a device can do without
+
+        copy(target, source)
+
     @abstractmethod
     def synchronize(self) -> None:
         """Block until everything enqueued on any stream of the device, by anybody, is done; that is thereby observed.

@@ -73,7 +73,7 @@ class Copier:
             )
 
         def after(start: int, staging: HostArray) -> None:
-            np.copyto(host[start : start + staging.nbytes], staging)
+            device.copy_on_host(host[start : start + staging.nbytes], staging)
 
         plan = self._plan or device.plan()
         with self._lanes["to_host"].lend(plan if host.nbytes else CopyPlan()) as buffers:
@@ -123,7 +123,7 @@ class Copier:
         def enqueue(start: int, stop: int, staging: HostArray | None) -> Event:
             part = host[start:stop]
             if staging is not None:
-                np.copyto(staging, part)
+                device.copy_on_host(staging, part)
             return device.copy_to_device(part if staging is None else staging, allocation, stream, offset=start)
 
         plan = self._plan or device.plan()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
 __all__ = ["Clock", "ManualClock", "RealClock"]
 
@@ -22,6 +23,10 @@ class Clock(ABC):
     @abstractmethod
     def wait_until(self, moment: float) -> None:
         """Block the calling thread until :meth:`now` is at least `moment`."""
+
+    def call(self) -> AbstractContextManager[None]:
+        """Mark what the simulation does itself, where a device would be asked; a clock may count that otherwise."""
+        return nullcontext()
 
 
 class RealClock(Clock):

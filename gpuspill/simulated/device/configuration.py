@@ -22,6 +22,7 @@ class Configuration:
     latency: float = 0.0
     kernel_latency: float = 0.0
     checks: bool = True
+    moves: bool = True
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and not self.bandwidth > 0:

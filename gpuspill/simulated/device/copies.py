@@ -45,6 +45,8 @@ class Copy:
         The host's end, C-contiguous.
     checks
         Whether to notice that a source in host memory was changed under the copy.
+    moves
+        Whether its bytes move; else it only takes its time.
 
     Attributes
     ----------
@@ -61,7 +63,14 @@ class Copy:
     """
 
     def __init__(
-        self, kind: StreamKind, allocation: SimulatedAllocation, layout: Layout, host: HostArray, *, checks: bool
+        self,
+        kind: StreamKind,
+        allocation: SimulatedAllocation,
+        layout: Layout,
+        host: HostArray,
+        *,
+        checks: bool,
+        moves: bool = True,
     ) -> None:
         self.kind = kind
         self.nbytes = layout.nbytes
@@ -75,6 +84,7 @@ class Copy:
         self._described = repr(allocation)
         self._layout = layout
         self._host: HostArray | None = host
+        self._moves = moves
         self._fingerprint = _fingerprint(host) if checks and kind == "to_device" else None
 
     def touches(self, host_range: HostRange) -> bool:
@@ -106,6 +116,8 @@ class Copy:
                 f"the host buffer of {self.nbytes} bytes was changed while it was being copied to {self._described}: "
                 "leave it alone until the copy's event was observed"
             )
+        elif not self._moves:
+            pass
         elif self.kind == "to_host":
             np.copyto(host, allocation.view(self._layout))
         else:

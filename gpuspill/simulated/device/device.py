@@ -83,6 +83,8 @@ class SimulatedDevice(Device):
     checks
         Whether to poison new memory and pending destinations, and to notice that a source in host memory changes
         under a copy. Costs about as much as each copy again. Ordering and freeing are always checked.
+    moves
+        Whether copies move bytes. False: they only take their time, and memory that no one touches takes none.
     clock
         Where time comes from. Default: real time.
 
@@ -106,11 +108,12 @@ class SimulatedDevice(Device):
         latency: float = 0.0,
         kernel_latency: float = 0.0,
         checks: bool = True,
+        moves: bool = True,
         clock: Clock | None = None,
     ) -> None:
         serial = next(_serials)
         self._identity = f"simulated:{serial}"
-        self.configuration = Configuration(memory, bandwidth, latency, kernel_latency, checks)
+        self.configuration = Configuration(memory, bandwidth, latency, kernel_latency, checks, moves)
         self.clock: Clock = RealClock() if clock is None else clock
         self._schedule = Schedule(self.clock)
         self._lock = self._schedule.condition
@@ -126,7 +129,7 @@ class SimulatedDevice(Device):
         }
 
     def configure(self, **changes: Any) -> None:
-        """Change some of `memory`, `bandwidth`, `latency`, `kernel_latency` and `checks`, for all later work.
+        """Change some of the properties that have a name above, but for the clock, for all later work.
 
         Raises
         ------
@@ -207,7 +210,7 @@ class SimulatedDevice(Device):
 
     def pinned(self, nbytes: int) -> SimulatedPinned:
         """Return host memory that counts as pinned."""
-        return SimulatedPinned(self._schedule, nbytes)
+        return SimulatedPinned(self._schedule, nbytes, fill=self.configuration.moves)
 
     # -- streams and copies ------------------------------------------------------------------------
 
@@ -259,7 +262,7 @@ class SimulatedDevice(Device):
         """Enqueue a copy between part of an allocation, which may have gaps if it is the source, and a host array."""
         ours = self._ours(stream)
         configuration = self.configuration
-        copy = Copy(kind, allocation, layout, host, checks=configuration.checks)
+        copy = Copy(kind, allocation, layout, host, checks=configuration.checks, moves=configuration.moves)
         with self._lock:
             replaces_pending = self._check_copy(copy, allocation, ours)
         # Between checking and enqueueing, as the lock must be free. An earlier copy may still need what is there.

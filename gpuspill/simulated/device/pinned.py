@@ -21,10 +21,10 @@ class SimulatedPinned(PinnedBuffer):
 
     __slots__ = ("_array", "_nbytes", "_schedule")
 
-    def __init__(self, schedule: Schedule, nbytes: int) -> None:
+    def __init__(self, schedule: Schedule, nbytes: int, *, fill: bool = True) -> None:
         self._schedule = schedule
         self._nbytes = nbytes
-        self._array: HostArray | None = np.full(nbytes, FRESH, np.uint8)
+        self._array: HostArray | None = np.full(nbytes, FRESH, np.uint8) if fill else np.empty(nbytes, np.uint8)
         with schedule.condition:
             schedule.pinned_bytes += nbytes
 

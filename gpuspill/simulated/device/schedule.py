@@ -160,6 +160,10 @@ class Schedule:
         DeviceError
             A copy before it went wrong, and this is its event or nobody was told yet.
         """
+        with self.clock.call():
+            self._complete(event)
+
+    def _complete(self, event: SimulatedEvent) -> None:
         before = [(self.streams[ident], number) for ident, number in event.seen.items()]
         for stream, number in before:
             self.reach(stream, number, event.due)

@@ -1,0 +1,121 @@
+"""Time as it would have been: each thread's own, made of what it computed and of what a model says of the rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gpuspill.simulated.device.clock import Clock
+
+__all__ = ["ThreadClock"]
+
+
+@dataclass(slots=True)
+class _Thread:
+    """What is known of a thread: processor time at its begin and of what is left out, and time that is modelled."""
+
+    began: float
+    left_out: float = 0.0
+    modelled: float = 0.0
+    inside: int = 0
+    entered: float = 0.0
+    last: float = 0.0
+
+    def now(self) -> float:
+        """Return its time. In this thread."""
+        processor = self.entered if self.inside else time.thread_time()
+        self.last = self.modelled + processor - self.began - self.left_out
+        return self.last
+
+
+class ThreadClock(Clock):
+    """Accounts for time, and never sleeps.
+
+    A thread's time is the processor time that it really took, without what it spent in the simulation (:meth:`call`),
+    and what the model charges for that instead (:meth:`spend`, and waiting for work of the device). Threads begin
+    together, at :meth:`begin`. So what is measured depends neither on other processes nor on how slowly the simulation
+    moves bytes. Waiting of one thread for another is not seen: it is for threads that begin together and end alone.
+
+    Parameters
+    ----------
+    seconds
+        What a call costs.
+
+    Notes
+    -----
+    Thread-safe.
+    """
+
+    runs_by_itself = False
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._threads: dict[int, _Thread] = {}
+        self._start = self._began = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Let all threads begin together, at the time of the one that is furthest."""
+        self._here().now()
+        with self._lock:
+            self._start = max((thread.last for thread in self._threads.values()), default=self._start)
+            self._threads = {}
+            self._began = time.process_time()
+        self._here()
+
+    def _here(self) -> _Thread:
+        ident = threading.get_ident()
+        with self._lock:
+            found = self._threads.get(ident)
+            if found is None:
+                found = self._threads[ident] = _Thread(time.thread_time(), modelled=self._start, last=self._start)
+            return found
+
+    def now(self) -> float:
+        """Return the calling thread's time, in seconds."""
+        return self._here().now()
+
+    def wait_until(self, moment: float) -> None:
+        """Let the calling thread have waited until `moment`."""
+        here = self._here()
+        here.modelled += max(0.0, moment - here.now())
+
+    def spend(self, seconds: float) -> None:
+        """Charge the calling thread."""
+        self._here().modelled += seconds
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count what the block takes as a call of the driver, whatever it takes; may be nested, and counts once."""
+        here = self._here()
+        if not here.inside:
+            here.entered = time.thread_time()
+            here.modelled += self._seconds
+        here.inside += 1
+        try:
+            yield
+        finally:
+            here.inside -= 1
+            if not here.inside:
+                here.left_out += time.thread_time() - here.entered
+                here.now()
+
+    def python(self) -> float:
+        """Return the processor time of the process that counts, in seconds, of all threads together."""
+        with self._lock:
+            left_out = sum(thread.left_out for thread in self._threads.values())
+            return time.process_time() - self._began - left_out
+
+    def elapsed(self) -> float:
+        """Return the seconds since all began, by the slowest; the interpreter's lock lets only one compute at a time.
+
+        Of other threads, as of when they last asked for the time or called the driver.
+        """
+        self.now()
+        with self._lock:
+            slowest = max(thread.last for thread in self._threads.values()) - self._start
+        return max(slowest, self.python())
