@@ -4,13 +4,25 @@ Every event is interrupted at every line that it runs under the lock, by somebod
 """
 
 import itertools
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import pytest
 
+from gpuspill.core.budget import Kind
+from gpuspill.core.ledger import Entry
+from gpuspill.core.residency import Tier
+from gpuspill.manager import ProxifyManager
+from gpuspill.manager.admission import Admitter
+from gpuspill.manager.batch import Gatherer
+from gpuspill.manager.limits import Evictor
+from gpuspill.manager.ports import Encoded, PickleSerializer
+from gpuspill.manager.prefetch import Prefetcher
+from gpuspill.manager.transaction import Policy, policy_of
 from gpuspill.testing.managers import Bench
 from gpuspill.testing.values import Plain
 from tests.tracing import interrupted
@@ -25,7 +37,9 @@ def make() -> Bench:
     kit.manager.get("b")
     kit.manager.get("c")
     kit.manager.set_limit(350, None)
+    kit.manager.expect_uses("d", (2.0,), "other")
     kit.admission = kit.manager.admit("out", ["b", "d"], 10)  # type: ignore[attr-defined]
+    kit.waiting = kit.manager.admit(None, ["a"])  # type: ignore[attr-defined]
     return kit
 
 
@@ -42,27 +56,179 @@ EVENTS: dict[str, Callable[[Bench], Any]] = {
 }
 
 
-def read_many(kit: Bench) -> None:
-    future: Future[Any] = kit.manager.get_many(["e", "unknown"], missing="omit")
-    assert not future.done() or future.result()["e"].content == "e"
+def adopt(kit: Bench) -> None:
+    kit.manager.adopt("late", 100, kit.store.write(*PickleSerializer().dumps(Plain("late"))))
 
 
-ACTIONS: dict[str, Callable[[Bench], Any]] = {
-    "peek": lambda kit: [kit.manager.peek(key) for key in "bcef"],
-    "get": lambda kit: kit.manager.get("e").content,
-    "get what is on disk": lambda kit: kit.manager.get("a"),
-    "get_many": read_many,
-    "look around": lambda kit: (len(kit.manager), list(kit.manager), "c" in kit.manager, kit.manager.statistics()),
-    "store": lambda kit: kit.manager.store("late", Plain("late"), 100),
-    "overwrite": lambda kit: kit.manager.store("c", Plain("late"), 100),
+def store_encoded(kit: Bench) -> None:
+    kit.manager.store_encoded("late", Encoded(*PickleSerializer().dumps(Plain("late")), 100))
+
+
+def set_limit(kit: Bench, limit: int) -> None:
+    kit.manager.set_limit(limit, None)
+
+
+#: A call of each public method of the manager and of its parts.
+CALLS: dict[str, Callable[[Bench], Any]] = {
+    # the manager's
+    "store": lambda kit: kit.manager.store("c", Plain("late"), 100),
+    "renew": lambda kit: kit.manager.renew(["b"]),
+    "store_encoded": store_encoded,
+    "adopt": adopt,
+    "store_on_disk": lambda kit: kit.manager.store_on_disk("late", *PickleSerializer().dumps(Plain("late")), 100),
     "discard": lambda kit: [kit.manager.discard(key) for key in "acf" if key in kit.manager],
-    "release": lambda kit: kit.admission.release(),
+    "keys": lambda kit: kit.manager.keys(),
+    "keys_in": lambda kit: kit.manager.keys_in(Tier.DISK),
+    "is_resident": lambda kit: kit.manager.is_resident("e"),
+    "is_lost": lambda kit: kit.manager.is_lost("e"),
+    "tier_of": lambda kit: kit.manager.tier_of("e"),
+    "nbytes": lambda kit: kit.manager.nbytes("e"),
+    "arriving_nbytes": lambda kit: kit.manager.arriving_nbytes("e"),
+    "peek": lambda kit: [kit.manager.peek(key) for key in "bcef"],
+    "look": lambda kit: [kit.manager.look(key) for key in "bcef"],
+    "get": lambda kit: [kit.manager.get(key).content for key in "ea"],
+    "get_ready": lambda kit: [kit.manager.get_ready(key) for key in "ea"],
+    "proxy": lambda kit: kit.manager.proxy("e").nbytes,
+    "resolve": lambda kit: kit.manager.proxy("e").resolve(),
+    "nbytes_of": lambda kit: kit.manager.nbytes_of(kit.manager.proxy("e")),
+    "relent": lambda kit: kit.manager.relent(),
+    "notice_stalls": lambda kit: kit.manager.notice_stalls(),
+    "disperse_by": lambda kit: kit.manager.disperse_by(lambda key, value, nbytes: None),
+    "reap": lambda kit: kit.manager.reap(lambda: None),
+    "memory_total": lambda kit: kit.manager.memory_total(),
+    "accounted_total": lambda kit: kit.manager.accounted_total(),
+    "statistics": lambda kit: (len(kit.manager), list(kit.manager), "c" in kit.manager, kit.manager.statistics()),
+    "validate": lambda kit: None,  # what is in the middle of a change is not valid
+    "close": lambda kit: kit.manager.close(),
+    # of admissions
+    "admit": lambda kit: kit.manager.admit("late", ["c", "f"], 100).release(),
+    "pin": lambda kit: kit.manager.pin(["c", "f"]).release(),
+    "reserve": lambda kit: kit.manager.reserve(10).release(),
+    "reserve_now": lambda kit: kit.manager.reserve_now(0, Kind.TRANSFER),
+    "wait_for_room": lambda kit: kit.manager.wait_for_room() if kit.manager._metadata._depth else None,
     "improve": lambda kit: kit.manager.improve(kit.admission, (-1.0,)),
     "detach": lambda kit: kit.manager.detach(kit.admission),
-    "pin": lambda kit: kit.manager.pin(["c", "f"]).release(),
-    "offset": lambda kit: kit.manager.set_offset(40),
-    "uses": lambda kit: kit.manager.expect_uses("cf", (1.0,), "task"),
+    "missing_nbytes": lambda kit: kit.manager.missing_nbytes("ae"),
+    "release": lambda kit: kit.admission.release(),
+    "settle": lambda kit: kit.manager.settle("out"),
+    "settle_inputs": lambda kit: kit.manager._admitter.settle_inputs(kit.waiting),
+    "give_back_output": lambda kit: kit.manager.give_back_output(kit.admission),
+    # of several values
+    "get_many": lambda kit: kit.manager.get_many(["e", "unknown"], missing="omit"),
+    "materialize": lambda kit: kit.manager.materialize(kit.admission),
+    "materialize_later": lambda kit: kit.manager.materialize_later(kit.admission),
+    "export": lambda kit: kit.manager.export(kit.admission),
+    "fetch": lambda kit: kit.manager.fetch("e"),
+    "decode": lambda kit: kit.manager.decode(Encoded(*PickleSerializer().dumps(Plain("late")), 100)),
+    # of uses
+    "expect_uses": lambda kit: kit.manager.expect_uses("cf", (1.0,), "task"),
+    "drop_uses": lambda kit: kit.manager.drop_uses("d", "other"),
+    "next_use": lambda kit: kit.manager.next_use("d"),
+    "worth_making_room": lambda kit: kit.manager.worth_making_room("d", 100),
+    "prefetch": lambda kit: kit.manager.prefetch(["a"]),
+    # of limits
+    "set_limit": lambda kit: set_limit(kit, 340),
+    "set_patience": lambda kit: kit.manager.set_patience(2),
+    "set_offset": lambda kit: kit.manager.set_offset(40),
+    "evict_all": lambda kit: kit.manager.evict_all() if kit.manager._metadata._depth else None,
+    "make_room": lambda kit: kit.manager.make_room(1),
 }
+
+#: What they are called on. Threads and finalisers come to a manager through these.
+PARTS = (ProxifyManager, Admitter, Gatherer, Prefetcher, Evictor)
+
+
+def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for part in PARTS:
+        for name, member in vars(part).items():
+            if isinstance(member, FunctionType) and not name.startswith("_"):
+                yield name, member
+
+
+#: Methods of the manager that go to parts which are not its caller's.
+FORWARDED = {"relent", "notice_stalls"}
+
+#: Their names, by what becomes of a call in the middle of a change. What only forwards says nothing itself.
+POLICIES = {
+    policy: sorted(name for name, method in methods() if policy_of(method) is policy) for policy in (*Policy, None)
+}
+
+
+def test_each_public_method_says_what_becomes_of_it_in_the_middle_of_a_change():
+    assert {name for name, _ in methods()} == set(CALLS)
+    assert not set(POLICIES[None]).difference(*map(POLICIES.get, Policy), FORWARDED)
+    assert all(map(POLICIES.get, Policy))
+
+
+def frozen(thing: object, seen: frozenset[int] = frozenset()) -> object:
+    """Return what the core knows, to be compared later; whatever is not the core's counts by its identity."""
+    if id(thing) in seen:
+        return None
+    seen |= {id(thing)}
+    if isinstance(thing, dict):
+        return [(frozen(key, seen), frozen(value, seen)) for key, value in thing.items()]
+    if isinstance(thing, (list, tuple, set, frozenset, deque)):
+        return [frozen(each, seen) for each in thing]
+    if isinstance(thing, Entry) or type(thing).__module__.startswith("gpuspill.core."):
+        names = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
+        return [(name, frozen(getattr(thing, name, None), seen)) for name in (*names, *getattr(thing, "__dict__", ()))]
+    return thing if isinstance(thing, (int, float, str, Enum)) else id(thing)
+
+
+def call_in_the_middle(kit: Bench, name: str) -> object:
+    """Do a call in the middle of a change, in which it changes nothing; return what it returns."""
+    with kit.manager._metadata as state:
+        before = frozen(state)
+        try:
+            return CALLS[name](kit)
+        finally:
+            assert frozen(state) == before, f"{name} changed something"
+
+
+@pytest.mark.parametrize("name", POLICIES[Policy.DEFERRED])
+def test_what_is_put_off_is_done_when_the_change_is_complete(name):
+    kit, twin = make(), make()
+    call_in_the_middle(kit, name)
+    state = kit.manager._metadata.state
+    CALLS[name](twin)
+    after, directly = statistics(kit), statistics(twin)
+    assert after == directly
+    assert not kit.manager._metadata._deferred
+    assert frozen(state) != frozen(make().manager._metadata.state)
+    kit.manager.validate()
+
+
+def statistics(kit: Bench) -> Any:
+    return kit.manager.statistics(), sorted(kit.manager), kit.manager.limit, kit.manager.offset
+
+
+@pytest.mark.parametrize("name", POLICIES[Policy.REFUSED])
+def test_what_is_refused_raises_in_the_middle_of_a_change(name):
+    kit = make()
+    with pytest.raises(RuntimeError, match="in the middle of a change of the store cannot"):
+        call_in_the_middle(kit, name)
+    kit.manager.validate()
+
+
+@pytest.mark.parametrize("name", [*POLICIES[Policy.READ], *POLICIES[Policy.SKIPPED]])
+def test_what_reads_or_is_skipped_changes_nothing_in_the_middle_of_a_change(name):
+    kit = make()
+    call_in_the_middle(kit, name)
+    kit.manager.validate()
+
+
+def test_unknown_keys_are_unknown_at_once_in_the_middle_of_a_change():
+    kit = make()
+    with kit.manager._metadata, pytest.raises(KeyError):
+        kit.manager.discard("unknown")
+
+
+def test_closing_what_is_closed_is_nothing_in_the_middle_of_a_change():
+    kit = make()
+    kit.manager.close()
+    with kit.manager._metadata:
+        kit.manager.close()
+        kit.manager.evict_all()
 
 
 def interrupt(kit: Bench, event: Callable[[Bench], Any], nth: int, action: Callable[[Bench], Any]) -> bool:
@@ -83,16 +249,16 @@ def interrupt(kit: Bench, event: Callable[[Bench], Any], nth: int, action: Calla
 @pytest.mark.fault(
     "a finaliser in between", on=("host→disk", "disk→host", "release"), outcome="as if it came before or after"
 )
-@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("first", [0, 20, 40])
 @pytest.mark.parametrize("event", EVENTS)
 def test_interrupted_at_any_line(event, first):
-    """Each line by one of the actions; `first` says with which one it begins."""
-    actions = itertools.islice(itertools.cycle(ACTIONS), first, None)
+    """Each line by one of the calls; `first` says with which one it begins."""
+    actions = itertools.islice(itertools.cycle(CALLS), first, None)
     for nth in itertools.count(1):
         action = next(actions)
         kit = make()
         what = f"{action} before line {nth} of {event}"
-        if not interrupt(kit, EVENTS[event], nth, ACTIONS[action]):
+        if not interrupt(kit, EVENTS[event], nth, CALLS[action]):
             break
         try:
             kit.manager.validate()
@@ -100,6 +266,7 @@ def test_interrupted_at_any_line(event, first):
             kit.idle()
             kit.manager.validate()
             kit.admission.release()
+            kit.waiting.release()
             for key in list(kit.manager):
                 assert kit.manager.get(key).content in (key, "new", "late")
                 kit.manager.discard(key)

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from functools import partial
 
 from gpuspill.core.budget import Kind, Reservation
 from gpuspill.core.ledger import Entry
@@ -14,7 +13,7 @@ from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
 from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.threads import Engine
-from gpuspill.manager.transaction import Metadata
+from gpuspill.manager.transaction import Metadata, deferred, reads, refused, skipped
 
 __all__ = ["Admission", "Admitter"]
 
@@ -181,7 +180,7 @@ class Admitter:
 
     Notes
     -----
-    Thread-safe; only :meth:`wait_for_room` blocks. :meth:`promise` is to be called under the lock of the metadata.
+    Thread-safe; only :meth:`wait_for_room` blocks.
     """
 
     def __init__(self, metadata: Metadata, engine: Engine, stalls: Stalls) -> None:
@@ -191,6 +190,7 @@ class Admitter:
 
     # -- handing out ---------------------------------------------------------------------------------
 
+    @refused("ask for room")
     def admit(
         self,
         label: Hashable | None,
@@ -229,8 +229,9 @@ class Admitter:
         with self._metadata as state:
             known = state.ledger.keys
             entries = {key: known[key] for key in inputs}
-            return self.promise(entries, outputs, output_nbytes, kind, order, arriving_nbytes)
+            return self._promise(entries, outputs, output_nbytes, kind, order, arriving_nbytes)
 
+    @refused("pin")
     def pin(self, keys: Iterable[Hashable]) -> Admission:
         """Pin values where they are, without asking for room to bring them into memory.
 
@@ -240,12 +241,12 @@ class Admitter:
         with self._metadata as state:
             known = state.ledger.keys
             pids = {key: known[key].pid for key in keys if key in known}
-            self._metadata.forbid_nested("pin")
             for pid in pids.values():
                 state.pin(pid)
             nothing = Reservation(Kind.TRANSFER, 0, granted=True)
             return Admission(self, nothing, pids, {}, 0, self._metadata.clock())
 
+    @refused("ask for room")
     def reserve(
         self,
         nbytes: int,
@@ -266,8 +267,9 @@ class Admitter:
             The keys under which they will be stored and the part of each, if known; storing a key settles its part.
         """
         with self._metadata:
-            return self.promise({}, dict(outputs or {}), nbytes, kind, order)
+            return self._promise({}, dict(outputs or {}), nbytes, kind, order)
 
+    @refused("ask for room")
     def reserve_now(
         self, nbytes: int, kind: Kind, *, outputs: Mapping[Hashable, int] | None = None
     ) -> Admission | None:
@@ -276,10 +278,10 @@ class Admitter:
         Clean values that come first in the order of eviction make room for it.
         """
         with self._metadata as state:
-            self._metadata.forbid_nested("ask for room")
             reservation = state.reserve_now(nbytes, kind)
             return None if reservation is None else self._hand_out(reservation, {}, dict(outputs or {}), nbytes)
 
+    @skipped(None)
     def wait_for_room(self) -> None:
         """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write.
 
@@ -287,13 +289,13 @@ class Admitter:
         thread, and in a finaliser that runs in the middle of a change.
         """
         with self._metadata:
-            if self._metadata.nested or self._metadata.closed or self._engine.spilling_here:
+            if self._metadata.closed or self._engine.spilling_here:
                 return
-            admission = self.promise({}, {}, 0, Kind.TASK)
+            admission = self._promise({}, {}, 0, Kind.TASK)
         with admission:
             admission.wait()
 
-    def promise(
+    def _promise(
         self,
         entries: Mapping[Hashable, Entry],
         outputs: dict[Hashable, int],
@@ -303,7 +305,6 @@ class Admitter:
         arriving_nbytes: int = 0,
     ) -> Admission:
         """Under the lock: pin the inputs and queue for room."""
-        self._metadata.forbid_nested("ask for room")
         state = self._metadata.state
         missing: dict[int, int] = {}  # by proxy: several keys may hold one
         pids: dict[Hashable, int] = {}
@@ -327,22 +328,19 @@ class Admitter:
             metadata.promises[key] = admission
         return admission
 
+    @deferred()
     def improve(self, admission: Admission, order: Order) -> None:
         """It has become as urgent as `order`, if that is more urgent than before. Does nothing once it is granted."""
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.improve, admission, order))
-            else:
-                state.improve(admission.reservation, order)
+            state.improve(admission.reservation, order)
 
+    @deferred()
     def detach(self, admission: Admission) -> None:
         """Its holder may wait for others in line: they do not wait for its end."""
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.detach, admission))
-            else:
-                state.detach(admission.reservation)
+            state.detach(admission.reservation)
 
+    @reads
     def missing_nbytes(self, keys: Iterable[Hashable]) -> int:
         """Bytes of the values of some keys that are on disk now. Unknown keys are left out."""
         with self._metadata as state:
@@ -353,13 +351,11 @@ class Admitter:
 
     # -- taking back ---------------------------------------------------------------------------------
 
+    @deferred()
     def release(self, admission: Admission) -> None:
         """Undo :meth:`admit`; called by :meth:`Admission.release`, once."""
         metadata = self._metadata
         with metadata as state:
-            if metadata.nested:
-                metadata.defer(partial(self.release, admission))
-                return
             metadata.admissions.pop(admission.reservation, None)
             for key in admission.outputs:
                 if metadata.promises.get(key) is admission:
@@ -368,30 +364,24 @@ class Admitter:
             for pid in admission.pids.values():
                 state.unpin(pid)
 
+    @deferred()
     def settle(self, label: Hashable) -> None:
         """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.settle, label))
-                return
             admission = self._metadata.promises.pop(label, None)
             if admission is not None:
                 state.settle(admission.reservation, admission.outputs.pop(label))
 
+    @deferred()
     def settle_inputs(self, admission: Admission) -> None:
         """Give back what was promised for inputs that were brought by somebody else meanwhile."""
         if admission.reservation.nbytes > admission.output_nbytes:
             with self._metadata as state:
-                if self._metadata.nested:
-                    self._metadata.defer(partial(self.settle_inputs, admission))
-                else:
-                    state.shrink(admission.reservation, admission.output_nbytes)
+                state.shrink(admission.reservation, admission.output_nbytes)
 
+    @deferred()
     def give_back_output(self, admission: Admission) -> None:
         """Give back what was promised to an admission for an output."""
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.give_back_output, admission))
-                return
             state.shrink(admission.reservation, max(0, admission.reservation.nbytes - admission.output_nbytes))
             admission.output_nbytes = 0

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Literal
 
 from gpuspill.core.budget import Kind
-from gpuspill.core.ledger import Entry
 from gpuspill.core.policy import Order
 from gpuspill.errors import ManagerClosed, answerable, is_for_caller
 from gpuspill.manager.admission import Admission, Admitter
@@ -19,7 +18,7 @@ from gpuspill.manager.ports import Encoded, Serializer
 from gpuspill.manager.restore import Restorer, lost_error
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Engine, Urgency
-from gpuspill.manager.transaction import Metadata
+from gpuspill.manager.transaction import Metadata, reads, refused
 
 __all__ = ["Gatherer"]
 
@@ -48,6 +47,7 @@ class Gatherer:
 
     # -- into memory ---------------------------------------------------------------------------------
 
+    @reads
     def get_many(
         self, keys: Iterable[Hashable], missing: Literal["raise", "omit"] = "raise", order: Order = ()
     ) -> Future[dict[Hashable, Any]]:
@@ -70,23 +70,26 @@ class Gatherer:
             deleted meanwhile is delivered.
         """
         result: Future[dict[Hashable, Any]] = Future()
-        with self._metadata as state:
-            known = state.ledger.keys
-            found: dict[Hashable, Entry] = {}
-            for key in keys:
-                entry = known.get(key)
-                if entry is not None:
-                    found[key] = entry
-                elif missing == "raise":
-                    raise KeyError(key)
-            if all(map(self._restorer.ready, found.values())):
-                result.set_result({key: self._restorer.hit(entry) for key, entry in found.items()})
-                return result
-            admission = self._admitter.promise(found, {}, 0, Kind.TRANSFER, order)
+        wanted = tuple(keys)
+        while True:
+            with self._metadata as state:
+                known = state.ledger.keys
+                found = {key: entry for key in wanted if (entry := known.get(key)) is not None}
+                if missing == "raise" and len(found) < len(set(wanted)):
+                    raise KeyError(next(key for key in wanted if key not in found))
+                if all(map(self._restorer.ready, found.values())):
+                    result.set_result({key: self._restorer.hit(entry) for key, entry in found.items()})
+                    return result
+            try:
+                admission = self._admitter.admit(None, found, kind=Kind.TRANSFER, order=order)
+            except KeyError:
+                continue  # it was deleted meanwhile
+            break
         gathered = self.materialize_later(admission)
         gathered.add_done_callback(lambda _: admission.release())
         return gathered
 
+    @reads
     def materialize(self, admission: Admission) -> dict[Hashable, Any]:
         """Return the values of the inputs of a granted admission, reading what is on disk.
 
@@ -119,6 +122,7 @@ class Gatherer:
             self._restorer.observe_hit(nbytes)
         return values
 
+    @reads
     def materialize_later(self, admission: Admission) -> Future[dict[Hashable, Any]]:
         """Return a future of what :meth:`materialize` returns, read on the restore threads.
 
@@ -143,6 +147,7 @@ class Gatherer:
 
     # -- as they are ---------------------------------------------------------------------------------
 
+    @reads
     def export(self, admission: Admission, *, borrow: bool = False) -> Future[dict[Hashable, Encoded | Any]]:
         """Return a future of what to send for the inputs of an admission, read on the restore threads.
 
@@ -168,6 +173,7 @@ class Gatherer:
         self._deliver(pending, result, lambda: None)
         return result
 
+    @refused("pin")
     def fetch(self, key: Hashable, *, in_place: bool = False) -> Encoded | Any:
         """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks.
 
@@ -189,6 +195,7 @@ class Gatherer:
         with self._admitter.pin([key]) as pins:
             return self._restorer.fetch(key, pins.pids[key], in_place=in_place)
 
+    @reads
     def decode(self, encoded: Encoded) -> Future[Any]:
         """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""
         result: Future[Any] = Future()

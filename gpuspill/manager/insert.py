@@ -6,7 +6,6 @@ Memory that several values keep alive is charged by itself, once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
 
 from gpuspill.core.residency import State
 from gpuspill.core.sizes import SizeModel, as_nbytes
@@ -126,9 +125,6 @@ class Intake:
         shared = sharing.look(value)
         slots = metadata.slots
         with metadata as state:
-            if metadata.nested:
-                metadata.defer(partial(self.store, key, value, nbytes, spillable, touched))
-                return
             admission = metadata.promises.pop(key, None)
             if admission is not None:
                 # The output is about to be charged; its promise must not be charged as well.
@@ -165,9 +161,6 @@ class Intake:
             Of its record, which the store can read and now belongs to this manager.
         """
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.adopt, key, nbytes, receipt))
-                return
             nbytes = as_nbytes(nbytes)
             pid = state.insert_below(key, nbytes, receipt.nbytes)
             self._metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.threads import Engine
-from gpuspill.manager.transaction import Metadata
+from gpuspill.manager.transaction import Metadata, deferred, refused
 
 __all__ = ["Evictor"]
 
@@ -36,6 +35,7 @@ class Evictor:
         self._evicting = 0
         self._before: tuple[int | None, int | None] = (None, None)
 
+    @deferred()
     def set_limit(self, limit: int | None, disk_limit: int | None, *, disk_limit_from: str | None = None) -> None:
         """Change the limits, in bytes; None for no limit. Without effect after the manager was closed.
 
@@ -47,12 +47,11 @@ class Evictor:
             The setting that says what `disk_limit` is, for messages; None: the same as before.
         """
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.set_limit, limit, disk_limit, disk_limit_from=disk_limit_from))
-            elif not self._metadata.closed:
+            if not self._metadata.closed:
                 self._metadata.disk_limit_from = disk_limit_from or self._metadata.disk_limit_from
                 state.set_limits(limit, disk_limit)
 
+    @deferred()
     def set_patience(self, count: int) -> None:
         """Set how many values are spared of those that were used up last and were not written yet.
 
@@ -61,14 +60,13 @@ class Evictor:
         with self._metadata as state:
             state.set_patience(count)
 
+    @deferred()
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.set_offset, nbytes))
-            else:
-                state.set_offset(nbytes)
+            state.set_offset(nbytes)
 
+    @refused("evict", unless_closed=True)
     def evict_all(self) -> None:
         """Spill whatever can be spilled now, and wait until it is done. Blocks; for tests and benchmarks.
 
@@ -77,7 +75,6 @@ class Evictor:
         with self._metadata as state:
             if self._metadata.closed:
                 return
-            self._metadata.forbid_nested("evict")
             if not self._evicting:
                 self._before = state.memory.limit, state.disk.limit
             self._evicting += 1
@@ -97,6 +94,7 @@ class Evictor:
                 if not (self._evicting or self._metadata.closed):
                     state.set_limits(*self._before)
 
+    @refused("make room")
     def make_room(self, nbytes: int) -> int:
         """Evict values until `nbytes` bytes are free that were not, whatever the limit. Blocks: this thread writes.
 
@@ -108,7 +106,6 @@ class Evictor:
         """
         freed = 0
         with self._metadata as state:
-            self._metadata.forbid_nested("make room")
             state.retry()
         while freed < nbytes:
             with self._metadata as state:

@@ -24,7 +24,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Literal
 
 from gpuspill.core.budget import Kind
@@ -46,7 +45,7 @@ from gpuspill.manager.spill import Spiller
 from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.statistics import Statistics, take_snapshot
 from gpuspill.manager.threads import Engine, run_for
-from gpuspill.manager.transaction import Metadata
+from gpuspill.manager.transaction import Metadata, deferred, reads, refused
 from gpuspill.storage.base import Frame, Receipt, Store
 
 __all__ = ["ProxifyManager"]
@@ -160,6 +159,7 @@ class ProxifyManager:
 
     # -- values come and go --------------------------------------------------------------------------
 
+    @deferred()
     def store(
         self,
         key: Hashable,
@@ -175,6 +175,7 @@ class ProxifyManager:
         """
         self._intake.store(key, value, nbytes, spillable, touched)
 
+    @deferred()
     def renew(self, keys: Iterable[Hashable]) -> None:
         """Values that the caller has in hand may have been changed in place: records of them no longer count.
 
@@ -182,15 +183,13 @@ class ProxifyManager:
         """
         keys = tuple(keys)
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.renew, keys))
-                return
             for key in keys:
                 entry = self._ledger.keys.get(key)
                 if entry is not None and entry.resident:
                     state.renew(entry.pid)
         self._restorer.revive(keys)
 
+    @deferred()
     def store_encoded(self, key: Hashable, encoded: Encoded) -> None:
         """Put a value that came as bytes in memory under `key`; it is decoded when somebody needs it, if ever.
 
@@ -198,14 +197,17 @@ class ProxifyManager:
         """
         self._intake.store(key, encoded, encoded.nbytes)
 
+    @deferred()
     def adopt(self, key: Hashable, nbytes: int, receipt: Receipt) -> None:
         """Put a value that is on disk already under `key`, replacing what the key held."""
         self._intake.adopt(key, nbytes, receipt)
 
+    @refused("write to disk")
     def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
         """Write a value to disk under `key` without its ever being in memory. Blocks; StorageError if it cannot."""
         self._spiller.store_on_disk(key, header, frames, nbytes)
 
+    @deferred(lambda self, key: self._ledger.keys[key])
     def discard(self, key: Hashable) -> None:
         """Forget `key`. Its record is deleted later, on another thread.
 
@@ -215,10 +217,7 @@ class ProxifyManager:
             The key is unknown.
         """
         with self._metadata as state:
-            if self._metadata.nested and key in self._ledger.keys:
-                self._metadata.defer(partial(self.discard, key))
-            else:
-                state.remove(key)
+            state.remove(key)
 
     # -- what is there -------------------------------------------------------------------------------
 
@@ -231,29 +230,35 @@ class ProxifyManager:
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self.keys())
 
+    @reads
     def keys(self) -> list[Hashable]:
         """All keys, as of now."""
         with self._metadata:
             return list(self._ledger.keys)
 
+    @reads
     def keys_in(self, tier: Tier) -> list[Hashable]:
         """Return the keys whose value is in memory (`Tier.HOST`) or not (`Tier.DISK`). O(n)."""
         wanted = tier is Tier.HOST
         with self._metadata:
             return [key for key, entry in self._ledger.keys.items() if entry.resident is wanted]
 
+    @reads
     def is_resident(self, key: Hashable) -> bool:
         """Whether the value of `key` is in memory and can be handed out at once. KeyError if unknown."""
         return self._restorer.ready(self._ledger.keys[key])
 
+    @reads
     def is_lost(self, key: Hashable) -> bool:
         """Whether a read has found that no copy of the value of `key` is left. KeyError if unknown."""
         return self._ledger.keys[key].state is State.LOST
 
+    @reads
     def tier_of(self, key: Hashable) -> Tier:
         """Return the fastest tier in which the value of `key` is, decoded or not. KeyError if unknown."""
         return Tier.HOST if self._ledger.keys[key].resident else Tier.DISK
 
+    @reads
     def nbytes(self, key: Hashable) -> int:
         """Bytes the value of `key` takes in memory, wherever it is. KeyError if unknown.
 
@@ -262,6 +267,7 @@ class ProxifyManager:
         entry = self._ledger.keys[key]
         return entry.apart_nbytes if entry.parts else entry.nbytes
 
+    @reads
     def arriving_nbytes(self, key: Hashable) -> int:
         """Bytes that the value of `key` will take on a device once it is decoded; 0 if it is, or has nothing there."""
         entry = self._ledger.keys[key]
@@ -270,6 +276,7 @@ class ProxifyManager:
 
     # -- one value -----------------------------------------------------------------------------------
 
+    @reads
     def peek(self, key: Hashable, default: Any = None) -> Any:
         """Return the value of `key` if it is in memory, else `default`. Never does I/O; counts as a use."""
         with self._metadata:
@@ -278,12 +285,14 @@ class ProxifyManager:
                 return default
             return self._restorer.hit(entry)
 
+    @reads
     def look(self, key: Hashable) -> Any:
         """Return the value of `key` as it is in memory, else None. No use: what the manager knows stays as it is."""
         with self._metadata:
             entry = self._ledger.keys.get(key)
             return None if entry is None else self._metadata.slots[entry.pid].value
 
+    @reads
     def get(self, key: Hashable) -> Any:
         """Return the value of `key`.
 
@@ -302,6 +311,7 @@ class ProxifyManager:
         # Looked up anew: if the key was overwritten meanwhile, the new value is the right one.
         return self._restorer.bring(key) if value is _ABSENT else value
 
+    @reads
     def get_ready(self, key: Hashable, default: Any = None) -> Any:
         """Return the value of `key` as :meth:`get` does, but `default` if it would have to be read or decoded."""
         with self._metadata:
@@ -312,14 +322,17 @@ class ProxifyManager:
         self._restorer.observe_hit(entry.nbytes)
         return value
 
+    @reads
     def proxy(self, key: Hashable) -> Proxy:
         """Return a handle for the value that `key` holds now. KeyError if unknown."""
         return Proxy(self, key, self._ledger.keys[key].pid)
 
+    @reads
     def resolve(self, proxy: Proxy) -> Any:
         """Return the value a proxy stands for; as :meth:`get`."""
         return self._restorer.bring(proxy.key, proxy.pid)
 
+    @reads
     def nbytes_of(self, proxy: Proxy) -> int:
         """Bytes the value of a proxy takes in memory. KeyError if it is gone."""
         return self._metadata.entry(proxy.key, proxy.pid).nbytes
@@ -430,6 +443,7 @@ class ProxifyManager:
         """Give back what was promised to an admission for an output."""
         self._admitter.give_back_output(admission)
 
+    @reads
     def disperse_by(self, disperse: Disperse) -> None:
         """Have what values that came as bytes have on a device taken over when they are decoded; until closed."""
         self._decoder.disperse = disperse
@@ -488,6 +502,7 @@ class ProxifyManager:
         """Evict values until `nbytes` more bytes are free, whatever the limit; return how many are. Blocks: writes."""
         return self._evictor.make_room(nbytes)
 
+    @reads
     def reap(self, work: Callable[[], None]) -> None:
         """Run `work`, which lets go of something, on the manager's thread for that; here once that has ended."""
         self._engine.reap(work)
@@ -529,10 +544,12 @@ class ProxifyManager:
     def loop_thread(self, ident: int | None) -> None:
         self._restorer.loop_thread = ident
 
+    @reads
     def memory_total(self) -> int:
         """Bytes of values in memory, without the offset and without what is spilled."""
         return self._metadata.state.memory.used
 
+    @reads
     def accounted_total(self) -> int:
         """Bytes of values in memory, and of those that were promised room there."""
         memory = self._metadata.state.memory
@@ -549,14 +566,17 @@ class ProxifyManager:
         """Number of values that are on disk only."""
         return self._metadata.state.spilled
 
+    @reads
     def statistics(self) -> Statistics:
         """Return a snapshot of every number. O(1) but for the waiting line."""
         return take_snapshot(self._metadata, self._restorer)
 
+    @reads
     def validate(self) -> None:
         """Raise AssertionError if the manager's tables and the core's contradict each other. O(n)."""
         self._metadata.validate()
 
+    @refused("close", unless_closed=True)
     def close(self) -> None:
         """Stop the threads and remove everything from disk. Values in memory stay readable.
 
@@ -566,7 +586,6 @@ class ProxifyManager:
         with self._metadata as state:
             if self._metadata.closed:
                 return
-            self._metadata.forbid_nested("close")
             self._metadata.closed = True
             state.memory.limit = None
             state.retry()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from functools import partial
 
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
 from gpuspill.manager.restore import Restorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Urgency
-from gpuspill.manager.transaction import Metadata
+from gpuspill.manager.transaction import Metadata, deferred, reads, skipped
 
 __all__ = ["Prefetcher"]
 
@@ -32,29 +31,27 @@ class Prefetcher:
         self._metadata = metadata
         self._restorer = restorer
 
+    @deferred()
     def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
         """`user` is going to read `keys`; a smaller `order` is sooner."""
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.expect_uses, keys, order, user))
-                return
             for key in keys:
                 state.expect_use(key, user, order)
 
+    @deferred()
     def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
         """`user` has read `keys` or never will."""
         with self._metadata as state:
-            if self._metadata.nested:
-                self._metadata.defer(partial(self.drop_uses, keys, user))
-                return
             for key in keys:
                 state.drop_use(key, user)
 
+    @reads
     def next_use(self, key: Hashable) -> Order | None:
         """When `key` is needed next, as far as that is known."""
         with self._metadata as state:
             return state.uses.next(key)
 
+    @reads
     def worth_making_room(self, key: Hashable, nbytes: int) -> bool:
         """Whether `nbytes` are free, or what would leave for them is needed later than `key`, if at all."""
         with self._metadata as state:
@@ -66,6 +63,7 @@ class Prefetcher:
             mine, other = state.uses.next(key), state.queue.next_use(victim)
             return mine is not None and (other is None or other > mine)
 
+    @skipped(0)
     def prefetch(self, keys: Iterable[Hashable]) -> int:
         """Begin to restore values ahead of their use, as far as there is room without a write.
 
@@ -81,7 +79,7 @@ class Prefetcher:
         """
         begun: list[tuple[Hashable, int, Restore]] = []
         with self._metadata as state:
-            if self._metadata.closed or self._metadata.nested:
+            if self._metadata.closed:
                 return 0
             for key in keys:
                 entry = state.ledger.keys.get(key)

@@ -84,11 +84,6 @@ class Restorer:
 
     # -- under the lock ------------------------------------------------------------------------------
 
-    @property
-    def _may_not_wait(self) -> bool:
-        """Whether a finaliser asks, in the middle of a change or of an operation of the store."""
-        return self._metadata.nested or self._store.inside
-
     def ready(self, entry: Entry) -> bool:
         """Whether the value of an entry can be handed out at once."""
         return entry.resident and self._metadata.slots.ready(entry.pid)
@@ -96,8 +91,7 @@ class Restorer:
     def hit(self, entry: Entry) -> Any:
         """Return the value of an entry that is ready, as a use."""
         self.hits += 1
-        if not self._metadata.nested:
-            self._metadata.state.touch(entry.pid)
+        self._metadata.touch(entry.pid)
         return self._metadata.slots[entry.pid].value
 
     def _begin(self, key: Hashable, pid: int, admission: Admission | None) -> Restore:
@@ -157,7 +151,7 @@ class Restorer:
             if self.ready(entry):
                 return self.hit(entry)
             before = self._metadata.slots[pid].restoring
-            if self._may_not_wait or (before is not None and before.reader == threading.get_ident()):
+            if self._metadata.may_not_wait or (before is not None and before.reader == threading.get_ident()):
                 return self._copy(key, pid)
             future = self._begin(key, pid, admission)
             ours = future.claim()
@@ -189,7 +183,7 @@ class Restorer:
                 if self.ready(entry):
                     done.set_result(self.hit(entry))
                     return done
-                if self._may_not_wait:
+                if self._metadata.may_not_wait:
                     done.set_result(self._copy(key, pid))
                     return done
                 future = self._begin(key, pid, admission)
@@ -218,6 +212,8 @@ class Restorer:
         value: that waits for this thread.
         """
         slot = self._metadata.slots[pid]
+        if slot.sizeof < 0:
+            raise KeyError(key)  # it is just being stored
         if slot.loss is not None:
             raise lost_error(key, slot.loss)
         if type(slot.value) is Encoded:

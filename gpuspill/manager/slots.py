@@ -158,7 +158,7 @@ class Slots(dict[int, Slot]):
     def ready(self, pid: int) -> bool:
         """Whether the value, given that it is in memory, can be handed out at once."""
         slot = self.get(pid)
-        return slot is not None and type(slot.value) is not Encoded
+        return slot is not None and type(slot.value) is not Encoded and slot.sizeof >= 0
 
     def find(self, value: object) -> int | None:
         """Return the proxy of an object that is in memory, or was evicted while somebody held it."""

@@ -17,7 +17,7 @@ from gpuspill.manager.knots import knots
 from gpuspill.manager.ports import Encoded, Observer, Serializer
 from gpuspill.manager.slots import Slot
 from gpuspill.manager.stalls import Stalls
-from gpuspill.manager.transaction import Metadata
+from gpuspill.manager.transaction import Metadata, skipped
 from gpuspill.storage.base import Borrow, Frame, Receipt, Store, frame_nbytes, in_memory
 from gpuspill.storage.record import digest, flat
 
@@ -134,11 +134,12 @@ class Spiller:
             del value
         self._held.relent(metadata.clock())
 
+    @skipped(None)
     def relent(self) -> None:
         """Let one in beyond the limit if no one has been for long, on any thread: spill threads may all be stuck."""
         metadata = self._metadata
         with metadata as state:
-            if not metadata.nested and not metadata.closed:
+            if not metadata.closed:
                 self._relent(state)
 
     def _relent(self, state: SpillState) -> float:
@@ -309,7 +310,6 @@ class Spiller:
         clock = metadata.clock
         raw = len(header) + sum(map(frame_nbytes, frames))
         with metadata as state:
-            metadata.forbid_nested("write to disk")
             reservation = state.reserve_below(raw)
             blocked, disk_limit = state.candidates.blocked, state.disk.limit
         if reservation is None and blocked:

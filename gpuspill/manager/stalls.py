@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from gpuspill.core.state import SpillState
-from gpuspill.manager.transaction import Metadata
+from gpuspill.manager.transaction import Metadata, skipped
 
 __all__ = ["Stalls"]
 
@@ -71,6 +71,7 @@ class Stalls:
         if move.stalled:
             state.set_stuck(self._stuck)
 
+    @skipped(None)
     def look(self) -> None:
         """Let nobody wait any more for spills that take too long, and say so once of each."""
         if not self._moves or not self._timeout:
@@ -79,8 +80,6 @@ class Stalls:
         now = metadata.clock()
         found = []
         with metadata as state:
-            if metadata.nested:
-                return
             for pid, move in list(self._moves.items()):
                 if not move.stalled and now - move.since > self._timeout:
                     move.stalled = True

@@ -7,22 +7,24 @@ holds the lock for the block. On leaving, what the core decided is collected und
 let go, records deleted, those who wait told, spill threads woken. The lock is held for microseconds: never during I/O,
 (de)serialisation, a callback, or the destruction of a value.
 
-It is re-entrant only because the garbage collector may run somebody's finaliser in the middle of a block, and that may
-use the store. In such a nested block nothing may change: reading gives what is there, and leaves the recency as it is;
-what would change something is put off until the outer block has ended.
+It is re-entrant only because the garbage collector may run a finaliser in the middle of a block, and that may use the
+store. In such a nested block nothing may change. So each public method of the manager and of its parts says by a
+decorator what becomes of a call in the middle of a change: :func:`reads`, :func:`deferred`, :func:`skipped` or
+:func:`refused`. The test of all of them collects the methods by :func:`policy_of`; one without a policy fails it.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
+from functools import partial, wraps
 from sys import getrefcount
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from gpuspill import forks
 from gpuspill.core.budget import Reservation
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from gpuspill.manager.admission import Admission
     from gpuspill.manager.threads import Engine
 
-__all__ = ["Metadata"]
+__all__ = ["Metadata", "Policy", "deferred", "policy_of", "reads", "refused", "skipped"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("gpuspill")
 
@@ -119,6 +123,7 @@ class Metadata:
         self.inherited = False
         self._pid = os.getpid()
         self.engine: Engine | None = None
+        self._owner = threading.Condition(self._lock)
         self._depth = 0
         self._deferred: list[Callable[[], object]] = []
         forks.tell(self)
@@ -139,8 +144,8 @@ class Metadata:
 
     def _grant_all(self) -> None:
         with self as state:
-            if self.nested:
-                self.defer(self._grant_all)  # a finaliser forked in the middle of an event
+            if self._depth > 1:
+                self._deferred.append(self._grant_all)  # a finaliser forked in the middle of an event
                 return
             state.memory.limit = None
             state.retry()
@@ -155,22 +160,15 @@ class Metadata:
             )
         return ManagerClosed(f"the value of {key!r} was on disk when the store was closed")
 
+    def touch(self, pid: int) -> None:
+        """Under the lock: count a use of a value, unless it is in the middle of a change."""
+        if self._depth == 1:
+            self.state.touch(pid)
+
     @property
-    def nested(self) -> bool:
-        """Whether this block, which must have been entered, is in the middle of another one of the same thread.
-
-        Then nothing may change: the core is in the middle of an event.
-        """
-        return self._depth > 1
-
-    def forbid_nested(self, what: str) -> None:
-        """In a nested block raise RuntimeError: this can neither be done now nor be put off."""
-        if self.nested:
-            raise RuntimeError(f"a finaliser that runs in the middle of a change of the store cannot {what}")
-
-    def defer(self, action: Callable[[], object]) -> None:
-        """In a nested block: do `action` after the outermost one. What it raises is logged."""
-        self._deferred.append(action)
+    def may_not_wait(self) -> bool:
+        """Under the lock: whether a finaliser asks, in the middle of a change or of an operation of the store."""
+        return self._depth > 1 or self._store.inside
 
     def entry(self, key: Hashable, pid: int) -> Entry:
         """Under the lock: return the entry of a proxy; KeyError, naming the key, if it is gone."""
@@ -205,7 +203,7 @@ class Metadata:
         So it is in a finaliser that runs in the middle of one, or just when one begins or ends.
         """
         try:
-            threading.Condition(self._lock).notify(0)  # wakes nobody, but has to be asked by whoever has the lock
+            self._owner.notify(0)  # wakes nobody, but has to be asked by whoever has the lock
         except RuntimeError:
             return False
         return True
@@ -307,3 +305,86 @@ class Metadata:
             if self.closed:
                 return  # closing the store removes all records, and need not wait for a queue of single ones
             self._store.delete(receipt)
+
+
+class Policy(enum.Enum):
+    """What becomes of a call in the middle of a change."""
+
+    READ = "reads what is there, and changes nothing, the recency included"
+    DEFERRED = "is done when the change is complete"
+    SKIPPED = "does nothing: it is asked for again and again"
+    REFUSED = "raises RuntimeError: it can neither be done now nor be put off"
+
+
+class _Part(Protocol):
+    @property
+    def _metadata(self) -> Metadata: ...
+
+
+def policy_of(function: Callable[..., object]) -> Policy | None:
+    """Return what a decorator of this module said of a function; None if none did."""
+    found = vars(function).get("policy")
+    return found if isinstance(found, Policy) else None
+
+
+def reads(method: F) -> F:
+    """Mark a method that changes nothing, wherever it is called. It stays the function that it is."""
+    vars(method)["policy"] = Policy.READ
+    return method
+
+
+def deferred(check: Callable[..., object] | None = None) -> Callable[[F], F]:
+    """Put a method off, in the middle of a change, until that is complete; it keeps its arguments until then.
+
+    Parameters
+    ----------
+    check
+        Called with the same arguments before it is put off; raises what the method would raise for them.
+    """
+
+    def put_off(method: Callable[..., None], part: _Part, *args: Any, **kwargs: Any) -> None:
+        if check is not None:
+            check(part, *args, **kwargs)
+        part._metadata._deferred.append(partial(method, part, *args, **kwargs))
+
+    return _guard(Policy.DEFERRED, put_off)
+
+
+def skipped(result: object) -> Callable[[F], F]:
+    """Have a method return `result` in the middle of a change, and do nothing."""
+    return _guard(Policy.SKIPPED, lambda *_args, **_kwargs: result)
+
+
+def refused(what: str, *, unless_closed: bool = False) -> Callable[[F], F]:
+    """Have a method raise RuntimeError in the middle of a change.
+
+    Parameters
+    ----------
+    what
+        What cannot be done there, for the message.
+    unless_closed
+        Whether it has nothing to do, and returns None, once the manager is closed.
+    """
+
+    def refuse(_method: Callable[..., object], part: _Part, *_args: Any, **_kwargs: Any) -> None:
+        if not (unless_closed and part._metadata.closed):
+            raise RuntimeError(f"a finaliser that runs in the middle of a change of the store cannot {what}")
+
+    return _guard(Policy.REFUSED, refuse)
+
+
+def _guard(policy: Policy, instead: Callable[..., object]) -> Callable[[F], F]:
+    """Return a decorator that calls `instead` of a method, with it and its arguments, in the middle of a change."""
+
+    def decorate(method: F) -> F:
+        @wraps(method)
+        def guarded(self: _Part, /, *args: Any, **kwargs: Any) -> Any:
+            metadata = self._metadata
+            if metadata._depth and metadata.held_here:
+                return instead(method, self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+
+        vars(guarded)["policy"] = policy
+        return cast(F, guarded)
+
+    return decorate
