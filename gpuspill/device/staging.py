@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -57,27 +57,31 @@ class Copier:
         self._lanes = {kind: _Lanes(device) for kind in ("to_host", "to_device", "onward")}
 
     def to_host(self, allocation: Allocation, buffer: memoryview) -> None:
-        """Copy an allocation, whose producer was observed, into a buffer of its size.
+        """Copy an allocation, whose producer was observed, into a buffer of its size; see :meth:`to_host_together`."""
+        self.to_host_together([(allocation, buffer)])
+
+    def to_host_together(self, pairs: Sequence[tuple[Allocation, memoryview]]) -> None:
+        """Copy allocations, whose producers were observed, into buffers of their sizes.
 
         Raises
         ------
         DeviceError
-            A copy failed; what the buffer holds is not valid.
+            A copy failed; what the buffers hold is not valid.
         """
-        host = as_bytes(buffer, writable=True)
         device, stream = self._device, self._device.stream("to_host")
+        hosts = [as_bytes(buffer, writable=True) for _, buffer in pairs]
 
-        def enqueue(start: int, stop: int, staging: HostArray | None) -> Event:
-            return device.copy_to_host(
-                allocation, host[start:stop] if staging is None else staging, stream, offset=start
-            )
+        def enqueue(piece: _Piece, staging: HostArray | None) -> Event:
+            host = hosts[piece.which][piece.start : piece.stop] if staging is None else staging
+            return device.copy_to_host(pairs[piece.which][0], host, stream, offset=piece.start)
 
-        def after(start: int, staging: HostArray) -> None:
-            device.copy_on_host(host[start : start + staging.nbytes], staging)
+        def after(piece: _Piece, staging: HostArray) -> None:
+            device.copy_on_host(hosts[piece.which][piece.start : piece.stop], staging)
 
         plan = self._plan or device.plan()
-        with self._lanes["to_host"].lend(plan if host.nbytes else CopyPlan()) as buffers:
-            _copy(host.nbytes, plan.chunk_nbytes, buffers, enqueue, after)
+        sizes = [host.nbytes for host in hosts]
+        with self._lanes["to_host"].lend(plan if any(sizes) else CopyPlan()) as buffers:
+            _copy(_pieces(sizes, plan.chunk_nbytes), buffers, enqueue, after)
 
     def onward(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
         """Copy an allocation, whose producer was observed, in pieces that `sink` is called with, in order.
@@ -94,11 +98,11 @@ class Copier:
         """
         device, stream = self._device, self._device.stream("to_host")
 
-        def enqueue(start: int, stop: int, staging: HostArray | None) -> Event:
+        def enqueue(piece: _Piece, staging: HostArray | None) -> Event:
             assert staging is not None
-            return device.copy_to_host(allocation, staging, stream, offset=start)
+            return device.copy_to_host(allocation, staging, stream, offset=piece.start)
 
-        def after(start: int, staging: HostArray) -> None:
+        def after(piece: _Piece, staging: HostArray) -> None:
             sink(staging.data)
 
         nbytes = allocation.nbytes
@@ -107,28 +111,35 @@ class Copier:
         with self._lanes["onward"].lend(CopyPlan(chunk, staged=nbytes > 0)) as buffers:
             while len(buffers) < _BUFFERS:
                 buffers.append(np.empty(min(chunk, nbytes), np.uint8))
-            _copy(nbytes, chunk, buffers, enqueue, after)
+            _copy(_pieces([nbytes], chunk), buffers, enqueue, after)
 
     def to_device(self, buffer: memoryview, allocation: Allocation) -> None:
-        """Copy a buffer into an allocation of its size, which nobody else uses.
+        """Copy a buffer into an allocation of its size, which nobody else uses; see :meth:`to_device_together`."""
+        self.to_device_together([(buffer, allocation)])
+
+    def to_device_together(self, pairs: Sequence[tuple[memoryview, Allocation]]) -> None:
+        """Copy buffers into allocations of their sizes, which nobody else uses.
 
         Raises
         ------
         DeviceError
-            A copy failed; what the allocation holds is not valid.
+            A copy failed; what the allocations hold is not valid.
         """
-        host = as_bytes(buffer, writable=False)
         device, stream = self._device, self._device.stream("to_device")
+        hosts = [as_bytes(buffer, writable=False) for buffer, _ in pairs]
 
-        def enqueue(start: int, stop: int, staging: HostArray | None) -> Event:
-            part = host[start:stop]
+        def enqueue(piece: _Piece, staging: HostArray | None) -> Event:
+            host = hosts[piece.which][piece.start : piece.stop]
             if staging is not None:
-                device.copy_on_host(staging, part)
-            return device.copy_to_device(part if staging is None else staging, allocation, stream, offset=start)
+                device.copy_on_host(staging, host)
+            return device.copy_to_device(
+                host if staging is None else staging, pairs[piece.which][1], stream, offset=piece.start
+            )
 
         plan = self._plan or device.plan()
-        with self._lanes["to_device"].lend(plan if host.nbytes else CopyPlan()) as buffers:
-            _copy(host.nbytes, plan.chunk_nbytes, buffers, enqueue, after=None)
+        sizes = [host.nbytes for host in hosts]
+        with self._lanes["to_device"].lend(plan if any(sizes) else CopyPlan()) as buffers:
+            _copy(_pieces(sizes, plan.chunk_nbytes), buffers, enqueue, after=None)
 
     def close(self) -> None:
         """Give pinned memory back. What is under way keeps its own."""
@@ -136,32 +147,52 @@ class Copier:
             lanes.close()
 
 
+class _Piece(NamedTuple):
+    """Bytes of one of the things that are copied together."""
+
+    which: int
+    start: int
+    stop: int
+
+
+def _pieces(sizes: Sequence[int], chunk: int) -> list[_Piece]:
+    return [
+        _Piece(which, start, min(start + chunk, nbytes))
+        for which, nbytes in enumerate(sizes)
+        for start in range(0, nbytes, chunk)
+    ]
+
+
 def _copy(
-    nbytes: int,
-    chunk: int,
+    pieces: Sequence[_Piece],
     buffers: list[HostArray],
-    enqueue: Callable[[int, int, HostArray | None], Event],
-    after: Callable[[int, HostArray], None] | None,
+    enqueue: Callable[[_Piece, HostArray | None], Event],
+    after: Callable[[_Piece, HostArray], None] | None,
 ) -> None:
-    """Copy in pieces, by way of `buffers` if there are any; the next piece is under way while `after` has the last."""
-    pending: deque[tuple[Event, int, HostArray | None]] = deque()
+    """Copy in pieces, by way of `buffers` if there are any; the next piece is under way while `after` has the last.
+
+    Without buffers all pieces are enqueued, and the last one is waited for: they are on one stream.
+    """
+    pending: deque[tuple[Event, _Piece, HostArray | None]] = deque()
 
     def finish() -> None:
-        event, start, staging = pending[0]
+        event, piece, staging = pending[0]
         event.wait()
         pending.popleft()
         if staging is not None and after is not None:
-            after(start, staging)
+            after(piece, staging)
 
     try:
-        for number, start in enumerate(range(0, nbytes, chunk)):
-            stop = min(start + chunk, nbytes)
+        for number, piece in enumerate(pieces):
             staging = None
             if buffers:
                 if len(pending) == len(buffers):
                     finish()
-                staging = buffers[number % len(buffers)][: stop - start]
-            pending.append((enqueue(start, stop, staging), start, staging))
+                staging = buffers[number % len(buffers)][: piece.stop - piece.start]
+            pending.append((enqueue(piece, staging), piece, staging))
+        if pending and not buffers:
+            pending[-1][0].wait()
+            pending.clear()
         while pending:
             finish()
     except BaseException:

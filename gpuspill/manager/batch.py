@@ -16,6 +16,7 @@ from gpuspill.errors import ManagerClosed, answerable, is_for_caller
 from gpuspill.manager.admission import Admission, Admitter
 from gpuspill.manager.ports import Encoded, Serializer
 from gpuspill.manager.restore import Restorer, lost_error
+from gpuspill.manager.restore_together import TogetherRestorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Engine, Urgency
 from gpuspill.manager.transaction import Metadata, reads, refused
@@ -30,6 +31,8 @@ class Gatherer:
     ----------
     metadata, engine, serializer, restorer, admitter
         The manager's.
+    together
+        Restores several values at a time; None if that costs as much as one after the other.
 
     Notes
     -----
@@ -37,8 +40,15 @@ class Gatherer:
     """
 
     def __init__(
-        self, metadata: Metadata, engine: Engine, serializer: Serializer, restorer: Restorer, admitter: Admitter
+        self,
+        metadata: Metadata,
+        engine: Engine,
+        serializer: Serializer,
+        restorer: Restorer,
+        admitter: Admitter,
+        together: TogetherRestorer | None = None,
     ) -> None:
+        self._together = together
         self._metadata = metadata
         self._engine = engine
         self._serializer = serializer
@@ -107,7 +117,9 @@ class Gatherer:
                     hits.append(entry.nbytes)
                 else:
                     absent.append((key, pid))
-        if absent:
+        if len(absent) > 1 and self._together is not None:
+            values |= self._together.bring(absent, admission)
+        elif absent:
             futures = [(key, pid, self._restorer.start(key, pid, admission)) for key, pid in absent[1:]]
             key, pid = absent[0]
             values[key] = self._restorer.bring(key, pid, admission)

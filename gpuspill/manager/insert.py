@@ -5,13 +5,17 @@ Memory that several values keep alive is charged by itself, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import errno
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from gpuspill.core.residency import State
 from gpuspill.core.sizes import SizeModel, as_nbytes
+from gpuspill.core.state import SpillState
 from gpuspill.device.shared_memory import SharedMemory
+from gpuspill.errors import QuotaExceeded, StorageError
+from gpuspill.manager.ports import Encoded, Observer, observe_write
 from gpuspill.manager.transaction import Metadata
-from gpuspill.storage.base import Receipt
+from gpuspill.storage.base import Frame, Receipt, Store, frame_nbytes
 
 __all__ = ["VIEW_NBYTES", "Intake", "Sharing"]
 
@@ -89,13 +93,25 @@ class Intake:
         Corrects sizes by what was learned of the type.
     sizeof
         Bytes a value takes in memory.
+    store, observer
+        The manager's.
 
     Notes
     -----
-    Thread-safe; nothing blocks.
+    Thread-safe; only :meth:`store_on_disk` blocks.
     """
 
-    def __init__(self, metadata: Metadata, sharing: Sharing, sizes: SizeModel, sizeof: Callable[[object], int]) -> None:
+    def __init__(
+        self,
+        metadata: Metadata,
+        sharing: Sharing,
+        sizes: SizeModel,
+        sizeof: Callable[[object], int],
+        store: Store,
+        observer: Observer | None,
+    ) -> None:
+        self._store = store
+        self._observer = observer
         self._metadata = metadata
         self._sharing = sharing
         self._sizes = sizes
@@ -121,32 +137,49 @@ class Intake:
             given up.
         """
         nbytes = as_nbytes(self._sizeof(value) if nbytes is None else nbytes)
+        shared = self._sharing.look(value)
+        with self._metadata as state:
+            self._enter(state, key, value, nbytes, shared, spillable, touched)
+
+    def store_encoded(self, values: Mapping[Hashable, Encoded]) -> None:
+        """Put values that came as bytes in memory, in one go; they are new, and no other value is the same object."""
+        with self._metadata as state:
+            for key, value in values.items():
+                self._enter(state, key, value, value.nbytes, None, spillable=True, touched=True)
+
+    def _enter(
+        self,
+        state: SpillState,
+        key: Hashable,
+        value: object,
+        nbytes: int,
+        shared: SharedMemory | None,
+        spillable: bool,
+        touched: bool,
+    ) -> None:
+        """Under the lock."""
         sharing, metadata = self._sharing, self._metadata
-        shared = sharing.look(value)
         slots = metadata.slots
-        with metadata as state:
-            admission = metadata.promises.pop(key, None)
-            if admission is not None:
-                # The output is about to be charged; its promise must not be charged as well.
-                state.settle(admission.reservation, admission.outputs.pop(key))
-            pid = slots.find(value)
-            if pid is not None:
-                slots.trust(slots[pid])
-                state.alias(key, pid)
-                sharing.take_up(pid, value, shared)
-                if touched:
-                    state.renew(pid)  # a task that changed its input in place and returned it stores it anew
-            else:
-                size = self._sizes.estimate(type(value), nbytes)
-                if shared is None:
-                    pid = state.insert(key, size, spillable=spillable)
-                else:
-                    hash(key)  # raises before anything is charged
-                    own = max(VIEW_NBYTES, nbytes - shared.covered)
-                    pid = state.insert(
-                        key, own, spillable=spillable, parts=sharing.parts(key, shared), apart_nbytes=size
-                    )
-                slots.enter(state.ledger.entries[pid], key, value, nbytes)
+        admission = metadata.promises.pop(key, None)
+        if admission is not None:
+            # The output is about to be charged; its promise must not be charged as well.
+            state.settle(admission.reservation, admission.outputs.pop(key))
+        pid = slots.find(value)
+        if pid is not None:
+            slots.trust(slots[pid])
+            state.alias(key, pid)
+            sharing.take_up(pid, value, shared)
+            if touched:
+                state.renew(pid)  # a task that changed its input in place and returned it stores it anew
+            return
+        size = self._sizes.estimate(type(value), nbytes)
+        if shared is None:
+            pid = state.insert(key, size, spillable=spillable)
+        else:
+            hash(key)  # raises before anything is charged
+            own = max(VIEW_NBYTES, nbytes - shared.covered)
+            pid = state.insert(key, own, spillable=spillable, parts=sharing.parts(key, shared), apart_nbytes=size)
+        slots.enter(state.ledger.entries[pid], key, value, nbytes)
 
     def adopt(self, key: Hashable, nbytes: int, receipt: Receipt) -> None:
         """Put a value that is on disk already under `key`, replacing what the key held.
@@ -164,3 +197,57 @@ class Intake:
             nbytes = as_nbytes(nbytes)
             pid = state.insert_below(key, nbytes, receipt.nbytes)
             self._metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)
+
+    def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
+        """Write a value to disk under `key`, replacing what the key held, without its ever being in memory. Blocks.
+
+        Parameters
+        ----------
+        key
+            Any hashable.
+        header, frames
+            Of the record: what the serialiser makes the value from.
+        nbytes
+            Bytes that the value will take in memory.
+
+        Raises
+        ------
+        StorageError
+            It could not be written: no room (StorageFull), not allowed (QuotaExceeded), the manager was closed
+            meanwhile, or whatever the disk or a frame stream reports. Then nothing is left of it, and the key holds
+            what it held.
+        """
+        metadata = self._metadata
+        clock = metadata.clock
+        raw = len(header) + sum(map(frame_nbytes, frames))
+        with metadata as state:
+            reservation = state.reserve_below(raw)
+            blocked, disk_limit = state.candidates.blocked, state.disk.limit
+        if reservation is None and blocked:
+            raise StorageError(errno.EAGAIN, f"{key!r} cannot be written: the disk refused {blocked} other values")
+        if reservation is None:
+            raise _over_quota(raw, disk_limit, metadata.disk_limit_from)
+        written: Receipt | None = None
+        try:
+            start = clock()
+            written = receipt = self._store.write(header, frames)
+            seconds = clock() - start
+            with metadata as state:
+                if metadata.closed:
+                    raise StorageError(errno.EBADF, f"the store was closed while {key!r} was written")
+                pid = state.settle_below(reservation, key, nbytes, receipt.nbytes)
+                if pid is None:
+                    raise _over_quota(receipt.nbytes, state.disk.limit, metadata.disk_limit_from)
+                metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)
+                written = None  # it has an owner
+                metadata.count_write(receipt, raw, seconds)
+        finally:
+            with metadata as state:
+                state.release_below(reservation)
+            if written is not None:
+                self._store.delete(written)
+        observe_write(self._observer, receipt, seconds)
+
+
+def _over_quota(nbytes: int, limit: int | None, named: str) -> QuotaExceeded:
+    return QuotaExceeded(f"a record of {nbytes:,} bytes does not fit in the disk limit of {limit:,} bytes ({named})")

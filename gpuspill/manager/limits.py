@@ -112,16 +112,16 @@ class Evictor:
                 if self._metadata.closed:
                     break
                 used = state.memory.used
-                pid = state.next_spill(force=True)
+                sizes = {pid: state.ledger.entries[pid].nbytes for pid in self._spiller.choose(state, nbytes - freed)}
                 dropped = used - state.memory.used
                 spilling = state.spilling
-                size = 0 if pid is None else state.ledger.entries[pid].nbytes
             freed += dropped
-            if pid is not None:
-                self._spiller.spill(pid, force=True)
+            if sizes:
+                self._spiller.spill(list(sizes), force=True)
                 with self._metadata as state:
-                    entry = state.ledger.entries.get(pid)
-                    freed += size if entry is None or not entry.resident else 0
+                    for pid, size in sizes.items():
+                        entry = state.ledger.entries.get(pid)
+                        freed += size if entry is None or not entry.resident else 0
             elif not dropped:
                 if not spilling or self._engine.spilling_here:
                     break

@@ -8,6 +8,7 @@ in :mod:`gpuspill.manager.transaction`); the parts carry out:
 :mod:`gpuspill.manager.admission`  pins, and promises of room
 :mod:`gpuspill.manager.batch`      several values at once, for tasks and for transfers
 :mod:`gpuspill.manager.restore`    one value comes back
+:mod:`.restore_together`           several come back at once
 :mod:`gpuspill.manager.decode`     bytes become a value
 :mod:`gpuspill.manager.spill`      one value is written
 :mod:`gpuspill.manager.limits`     limits, and making values leave before a limit asks for it
@@ -36,10 +37,11 @@ from gpuspill.manager.batch import Gatherer
 from gpuspill.manager.decode import Decoder, Disperse
 from gpuspill.manager.insert import Intake, Sharing
 from gpuspill.manager.limits import Evictor
-from gpuspill.manager.ports import Custody, Encoded, Observer, Serializer
+from gpuspill.manager.ports import Custody, Encoded, LoadsTogether, Observer, Serializer
 from gpuspill.manager.prefetch import Prefetcher
 from gpuspill.manager.proxy import Proxy
 from gpuspill.manager.restore import Restorer
+from gpuspill.manager.restore_together import TogetherRestorer
 from gpuspill.manager.slots import Slot
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.stalls import Stalls
@@ -68,6 +70,9 @@ class ProxifyManager:
         Where records go. The manager closes it.
     serializer
         How values become bytes.
+    loads_together
+        Rebuilds several values at once, or none, where that costs less; None: they are rebuilt one by one. Instead of a
+        value, None says that it has to be.
     sizeof
         Bytes a value takes in memory; called on the storing thread when the caller does not give the size.
     allocate
@@ -115,6 +120,7 @@ class ProxifyManager:
         observer: Observer | None = None,
         shared: Callable[[object], SharedMemory | None] | None = None,
         custody: Custody | None = None,
+        loads_together: LoadsTogether | None = None,
         keep_clean: bool = True,
         spill_threads: int = 1,
         restore_threads: int = 2,
@@ -151,9 +157,10 @@ class ProxifyManager:
             observer=observer,
             sharing=sharing,
         )
-        self._intake = Intake(metadata, sharing, sizes, sizeof)
+        together = None if loads_together is None else TogetherRestorer(metadata, store, self._restorer, loads_together)
+        self._intake = Intake(metadata, sharing, sizes, sizeof, store, observer)
         self._admitter = Admitter(metadata, threads, stalls)
-        self._gatherer = Gatherer(metadata, threads, serializer, self._restorer, self._admitter)
+        self._gatherer = Gatherer(metadata, threads, serializer, self._restorer, self._admitter, together)
         self._evictor = Evictor(metadata, threads, self._spiller)
         self._prefetcher = Prefetcher(metadata, self._restorer)
 
@@ -198,6 +205,11 @@ class ProxifyManager:
         self._intake.store(key, encoded, encoded.nbytes)
 
     @deferred()
+    def store_encoded_together(self, values: Mapping[Hashable, Encoded]) -> None:
+        """Put new values that came as bytes in memory, by key, in one go; as :meth:`store_encoded`."""
+        self._intake.store_encoded(values)
+
+    @deferred()
     def adopt(self, key: Hashable, nbytes: int, receipt: Receipt) -> None:
         """Put a value that is on disk already under `key`, replacing what the key held."""
         self._intake.adopt(key, nbytes, receipt)
@@ -205,7 +217,7 @@ class ProxifyManager:
     @refused("write to disk")
     def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
         """Write a value to disk under `key` without its ever being in memory. Blocks; StorageError if it cannot."""
-        self._spiller.store_on_disk(key, header, frames, nbytes)
+        self._intake.store_on_disk(key, header, frames, nbytes)
 
     @deferred(lambda self, key: self._ledger.keys[key])
     def discard(self, key: Hashable) -> None:
@@ -218,6 +230,15 @@ class ProxifyManager:
         """
         with self._metadata as state:
             state.remove(key)
+
+    @deferred()
+    def discard_together(self, keys: Iterable[Hashable]) -> None:
+        """Forget several keys, in one go; as :meth:`discard`. Unknown keys do not matter."""
+        keys = tuple(keys)
+        with self._metadata as state:
+            for key in keys:
+                if key in self._ledger.keys:
+                    state.remove(key)
 
     # -- what is there -------------------------------------------------------------------------------
 
@@ -360,6 +381,13 @@ class ProxifyManager:
     def fetch(self, key: Hashable, *, in_place: bool = False) -> Encoded | Any:
         """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks."""
         return self._gatherer.fetch(key, in_place=in_place)
+
+    @reads
+    def look_together(self, keys: Iterable[Hashable]) -> list[Any]:
+        """Return the values of some keys as they are in memory; None for those that are not. As :meth:`look`."""
+        with self._metadata:
+            slots, known = self._metadata.slots, self._ledger.keys
+            return [slots[known[key].pid].value if key in known else None for key in keys]
 
     def decode(self, encoded: Encoded) -> Future[Any]:
         """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""

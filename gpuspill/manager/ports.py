@@ -9,11 +9,20 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from gpuspill.storage.base import Buffer, Frame
+from gpuspill.storage.base import Buffer, Frame, Receipt
 
-__all__ = ["Custody", "Encoded", "Observer", "PickleSerializer", "Serialized", "Serializer"]
+__all__ = [
+    "Custody",
+    "Encoded",
+    "LoadsTogether",
+    "Observer",
+    "PickleSerializer",
+    "Serialized",
+    "Serializer",
+    "observe_write",
+]
 
 
 class Serialized(NamedTuple):
@@ -64,6 +73,11 @@ class Serializer(Protocol):
         ...
 
 
+#: ``loads_together(records)``: the values of several records, or None for those that it does not know how to rebuild.
+#: If it raises, nothing is left of any.
+LoadsTogether: TypeAlias = Callable[[Sequence[tuple[bytes, Sequence[memoryview]]]], list[Any]]
+
+
 class Observer(Protocol):
     """Told about every unit of work, in the thread that did it and without a lock held.
 
@@ -74,6 +88,14 @@ class Observer(Protocol):
     def __call__(self, label: str, value: float, unit: str, /) -> None:
         """Add `value` to the metric."""
         ...
+
+
+def observe_write(observer: Observer | None, receipt: Receipt, seconds: float) -> None:
+    """Tell of a record that was written."""
+    if observer is not None:
+        observer("disk-write", seconds, "seconds")
+        observer("disk-write", 1, "count")
+        observer("disk-write", receipt.nbytes, "bytes")
 
 
 class Custody(Protocol):

@@ -94,7 +94,7 @@ class Restorer:
         self._metadata.touch(entry.pid)
         return self._metadata.slots[entry.pid].value
 
-    def _begin(self, key: Hashable, pid: int, admission: Admission | None) -> Restore:
+    def begin(self, key: Hashable, pid: int, admission: Admission | None) -> Restore:
         """Join a restore in flight or begin one. Whoever claims it has to run it.
 
         Decoding a value that came as bytes is a restore from memory: the proxy is pinned instead of moving.
@@ -152,15 +152,15 @@ class Restorer:
                 return self.hit(entry)
             before = self._metadata.slots[pid].restoring
             if self._metadata.may_not_wait or (before is not None and before.reader == threading.get_ident()):
-                return self._copy(key, pid)
-            future = self._begin(key, pid, admission)
+                return self.copy(key, pid)
+            future = self.begin(key, pid, admission)
             ours = future.claim()
         if threading.get_ident() == self.loop_thread and not future.done():
             self.loop_io += 1
         if ours:
-            self._restore(pid)
+            self.restore(pid)
         elif not future.done() and self._metadata.held_here:
-            return self._copy(key, pid)
+            return self.copy(key, pid)
         return self.outcome(key, future)
 
     def start(
@@ -184,9 +184,9 @@ class Restorer:
                     done.set_result(self.hit(entry))
                     return done
                 if self._metadata.may_not_wait:
-                    done.set_result(self._copy(key, pid))
+                    done.set_result(self.copy(key, pid))
                     return done
-                future = self._begin(key, pid, admission)
+                future = self.begin(key, pid, admission)
             except BaseException as error:
                 done.set_exception(answerable(error))
                 return done
@@ -200,11 +200,11 @@ class Restorer:
             if self.ready(entry):
                 return self.hit(entry)
         try:
-            return self._copy(key, entry.pid)
+            return self.copy(key, entry.pid)
         except DataLostError as error:
             raise self._metadata.unreadable(key) from error
 
-    def _copy(self, key: Hashable, pid: int) -> Any:
+    def copy(self, key: Hashable, pid: int) -> Any:
         """Return a copy of a value that is not ready, and change nothing.
 
         For a finaliser that runs in the middle of a change or of an operation of the store, or that asks for the very
@@ -243,16 +243,16 @@ class Restorer:
         if not ours:
             return
         if type(self._metadata.slots[pid].value) is Encoded:
-            self._restore(pid)  # what is in memory stays readable, and no thread is left to decode it
+            self.restore(pid)  # what is in memory stays readable, and no thread is left to decode it
         else:
-            self._fail(pid, ManagerClosed(f"the store was closed before {key!r} was read"))
+            self.fail(pid, ManagerClosed(f"the store was closed before {key!r} was read"))
 
     def run(self, pid: int, future: Restore) -> None:
         """Do, in this thread, a restore that was begun, unless a thread has claimed it. Blocks."""
         with self._metadata:
             ours = future.claim()
         if ours:
-            self._restore(pid)
+            self.restore(pid)
 
     @staticmethod
     def outcome(key: Hashable, future: Future[Any]) -> Any:
@@ -263,7 +263,7 @@ class Restorer:
             # Many may wait for one future; each gets an error of its own.
             raise lost_error(key, error.message) from error
 
-    def _restore(self, pid: int) -> None:
+    def restore(self, pid: int) -> None:
         """Bring a value back. Whoever calls this has claimed the restore. Never raises an Exception."""
         slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy that moves or is pinned
         if type(slot.value) is Encoded:
@@ -281,7 +281,7 @@ class Restorer:
                 value, left = self._decoder.decode(slot, *self._read_record(receipt))
             shared = self._sharing.look(value)
         except BaseException as error:
-            self._fail(pid, error)
+            self.fail(pid, error)
             if is_for_caller(error):
                 raise
             return
@@ -308,8 +308,8 @@ class Restorer:
                 gone = entry is None or entry.state is not State.SPILLED or self._metadata.closed
                 if entry is None or gone or self._metadata.slots[entry.pid].ghost is None:
                     continue
-                self._begin(key, entry.pid, None).claim()
-            self._restore(entry.pid)
+                self.begin(key, entry.pid, None).claim()
+            self.restore(entry.pid)
 
     def _decode(self, pid: int, encoded: Encoded) -> None:
         """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""
@@ -373,9 +373,9 @@ class Restorer:
                     if entry.moving or self._metadata.closed:
                         # Whoever restores it finds out, and says so to all.
                         raise lost_error(key, error.message) from error
-                    future = self._begin(key, pid, None)
+                    future = self.begin(key, pid, None)
                     future.claim()
-                self._restore(pid)
+                self.restore(pid)
                 return self.outcome(key, future)
 
     def _read_record(
@@ -398,7 +398,8 @@ class Restorer:
             self._observer("disk-read", receipt.nbytes, "bytes")
         return header, frames
 
-    def _fail(self, pid: int, error: BaseException) -> None:
+    def fail(self, pid: int, error: BaseException) -> None:
+        """End a restore that the caller has claimed: it came to nothing."""
         with self._metadata as state:
             slot = self._metadata.slots[pid]
             if self._metadata.closed and not isinstance(error, ManagerClosed):

@@ -1,20 +1,24 @@
-"""Writing values to disk in the background: one unit of work at a time, as the core decides."""
+"""Writing values to disk in the background: one unit of work at a time, as the core decides.
+
+That is one value; or several, where the store gains by having them together.
+"""
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from textwrap import shorten
+from typing import Any
 
 from gpuspill.classes import named
 from gpuspill.core.backoff import Backoff
 from gpuspill.core.sizes import SizeModel
 from gpuspill.core.state import SpillState
-from gpuspill.errors import QuotaExceeded, StorageError, StorageFull, cut_loose, is_for_caller
+from gpuspill.errors import StorageFull, cut_loose, is_for_caller
 from gpuspill.manager.knots import knots
-from gpuspill.manager.ports import Encoded, Observer, Serializer
+from gpuspill.manager.ports import Encoded, Observer, Serializer, observe_write
 from gpuspill.manager.slots import Slot
 from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.transaction import Metadata, skipped
@@ -38,9 +42,28 @@ _COLLECT_NBYTES = 64 * 2**20
 _BLOCKED = (0.25, 4.0)
 #: How many of those values are tried at a time, each time others; all of them, one after another, once that works.
 _PROBES = 8
+#: How many values are written at most at a time, where the store takes them together.
+_TOGETHER = 256
 #: After so many seconds in which no one was let in, one more is, beyond the limit, although the one before has not
 #: ended. Its end would make room; but it may wait for something that cannot be known here.
 _PATIENCE = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Spill:
+    """A spill that was begun: what is known of it, until it has ended."""
+
+    pid: int
+    slot: Slot
+    value: Any  # stays: nothing may drop the source of a move
+    header: bytes = b""
+    frames: Sequence[Frame] = ()
+    raw: int = 0
+    serialising: float = 0.0
+    writing: float = 0.0
+    receipt: Receipt | None = None
+    sure: bool = False
+    ended: bool = False
 
 
 class Spiller:
@@ -96,26 +119,48 @@ class Spiller:
         with metadata as state:
             if metadata.closed:
                 return float("inf")
-            pid = state.next_spill()
+            pids = self.choose(state)
             pause = float("inf")
             loose = state.loose
             # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
             # are let go at this very point, and would wait for ever if there always were something to try.
-            if pid is None:
+            if not pids:
                 pause = self._relent(state)
-            if pid is None and state.candidates.set_aside and state.memory.over():
+            if not pids and state.candidates.set_aside and state.memory.over():
                 pause = min(pause, self._try_again(state, metadata.clock()))
         if metadata.slots.looped_nbytes >= _COLLECT_NBYTES:
             metadata.slots.looped_nbytes = 0
             gc.collect()
-        if pid is None and metadata.slots.doubtful:
+        if not pids and metadata.slots.doubtful:
             self._look_inside()
             return None
-        if pid is None:
+        if not pids:
             # What was dropped may be gone by now, and what it kept in memory has become a candidate.
             return None if loose and not metadata.state.loose else pause
-        self.spill(pid)
+        self.spill(pids)
         return None
+
+    def choose(self, state: SpillState, nbytes: int = 0) -> list[int]:
+        """Under the lock: begin to spill, and return what: one value, or several where the store takes them together.
+
+        Parameters
+        ----------
+        state
+            The core.
+        nbytes
+            Bytes that have to leave whatever the limit; 0 for what the limit asks for.
+        """
+        pids: list[int] = []
+        chosen = 0
+        while not pids or (chosen < self._store.together_nbytes and len(pids) < _TOGETHER):
+            if nbytes and chosen >= nbytes:
+                break
+            pid = state.next_spill(force=nbytes > 0)
+            if pid is None:
+                break
+            pids.append(pid)
+            chosen += state.ledger.entries[pid].nbytes
+        return pids
 
     def _look_inside(self) -> None:
         """Find out which of the values that look held for ever hold themselves."""
@@ -177,77 +222,130 @@ class Spiller:
             state.retry(held, blocked)
         return max(0.0, pause)
 
-    def spill(self, pid: int, *, force: bool = False) -> None:
-        """Write a value whose spill was begun. Blocks; raises nothing but what interrupts the main thread.
+    def spill(self, pids: Sequence[int], *, force: bool = False) -> None:
+        """Write values whose spills were begun. Blocks; raises nothing but what interrupts the main thread.
 
         Parameters
         ----------
-        pid
-            The proxy.
+        pids
+            The proxies. Each comes to an end of its own, whatever becomes of the others.
         force
-            Whether the value is to go even if the limit does not ask for it.
+            Whether they are to go even if the limit does not ask for it.
         """
-        metadata = self._metadata
-        clock = metadata.clock
-        slot = metadata.slots[pid]
-        value = slot.value  # stays: nothing may drop the source of a move
-        self._stalls.begin(pid)
-        start = clock()
-        frames: Sequence[Frame]
+        slots = self._metadata.slots
+        spills = [_Spill(pid, slots[pid], slots[pid].value) for pid in pids]
+        for each in spills:
+            self._stalls.begin(each.pid)
         try:
-            header, frames = self._dumps(value)
-            raw = len(header) + sum(map(frame_nbytes, frames))
+            self._serialise(spills)
+            self._reserve([each for each in spills if not each.ended])
+            self._write([each for each in spills if not each.ended])
+            self._complete([each for each in spills if not each.ended], force=force)
         except BaseException as error:
-            if self._give_up(pid, error):
-                raise
-            return
-        middle = clock()
-        self._stalls.serialised(pid)
-        with metadata as state:
-            if self._sizes is not None and slot.kind is not Encoded:
-                right = self._sizes.learn(slot.kind, slot.sizeof, raw)
-                if right != (slot.apart_nbytes if slot.parts else slot.nbytes):
-                    state.correct_size(pid, right)
-            allowed = state.reserve_record(pid, raw)
-        # On leaving the block the records that were given up for this one have been deleted.
-        if not allowed:
-            del value, frames
+            for each in spills:
+                if not each.ended:
+                    self._let_go(each)
+                    self._give_up(each.pid, error)
+            raise
+
+    def _serialise(self, spills: Sequence[_Spill]) -> None:
+        clock = self._metadata.clock
+        for each in spills:
+            start = clock()
+            try:
+                each.header, each.frames = self._dumps(each.value)
+                each.raw = len(each.header) + sum(map(frame_nbytes, each.frames))
+            except BaseException as error:
+                self._stop(each, error)
+                continue
+            each.serialising = clock() - start
+            self._stalls.serialised(each.pid)
+
+    def _reserve(self, spills: Sequence[_Spill]) -> None:
+        refused = []
+        with self._metadata as state:
+            for each in spills:
+                slot = each.slot
+                if self._sizes is not None and slot.kind is not Encoded:
+                    right = self._sizes.learn(slot.kind, slot.sizeof, each.raw)
+                    if right != (slot.apart_nbytes if slot.parts else slot.nbytes):
+                        state.correct_size(each.pid, right)
+                if not state.reserve_record(each.pid, each.raw):
+                    refused.append(each)
+        # On leaving the block the records that were given up for these have been deleted.
+        for each in refused:
+            self._let_go(each)
             self._log_once(
                 "quota",
                 "the disk limit of %s bytes (%s) is used up; values stay in memory. Release data, add workers, "
                 "or raise the limit",
-                lambda: (f"{metadata.state.disk.limit:,}", metadata.disk_limit_from),
+                lambda: (f"{self._metadata.state.disk.limit:,}", self._metadata.disk_limit_from),
             )
-            self._fail(pid, None, forever=False)
+            self._fail(each.pid, None, forever=False)
+
+    def _write(self, spills: Sequence[_Spill]) -> None:
+        clock = self._metadata.clock
+        start = clock()
+        self._write_together(spills)
+        shared = (clock() - start) / max(1, len(spills))
+        for each in spills:
+            start = clock()
+            try:
+                if each.receipt is None:
+                    each.receipt = self._store.write(each.header, each.frames)
+                each.sure = self._make_sure(each.pid, each.receipt)
+            except BaseException as error:
+                self._stop(each, error)
+                continue
+            each.writing = shared + clock() - start
+            # The frames alias the value; with them alive it would look held by somebody.
+            each.value, each.frames = None, ()
+
+    def _write_together(self, spills: Sequence[_Spill]) -> None:
+        """Write all, or none: whatever fails then is written by itself, and fails by itself."""
+        if len(spills) < 2:
             return
-        receipt = None
         try:
-            receipt = self._store.write(header, frames)
-            sure = self._make_sure(pid, receipt)
-        except BaseException as error:
-            del value, frames
-            if receipt is not None:
-                self._store.delete(receipt)
-            if self._give_up(pid, error):
-                raise
+            receipts = self._store.write_together([(each.header, each.frames) for each in spills])
+        except Exception as error:
+            cut_loose(error)
             return
-        # The frames alias the value; with them alive it would look held by somebody.
-        del value, frames
-        stop = clock()
+        for each, receipt in zip(spills, receipts or (), strict=False):
+            each.receipt = receipt
+
+    def _complete(self, spills: Sequence[_Spill], *, force: bool) -> None:
+        metadata = self._metadata
         with metadata as state:
-            slot.receipt = receipt
-            metadata.totals["serialize"] += middle - start
-            self._count_write(receipt, raw, stop - middle)
-            if sure:
-                self._held.relent(clock())
-            if state.ledger.entries[pid].refusals:
-                self._blocked.succeeded()
-                self._logged.discard("quota")
-            self._stalls.end(pid, state)
-            state.complete_spill(pid, receipt.nbytes, force=force)
-        if self._observer is not None:
-            self._observer("serialize", middle - start, "seconds")
-        self._observe_write(receipt, stop - middle)
+            for each in spills:
+                assert each.receipt is not None
+                each.slot.receipt = each.receipt
+                metadata.totals["serialize"] += each.serialising
+                metadata.count_write(each.receipt, each.raw, each.writing)
+                if each.sure:
+                    self._held.relent(metadata.clock())
+                if state.ledger.entries[each.pid].refusals:
+                    self._blocked.succeeded()
+                    self._logged.discard("quota")
+                self._stalls.end(each.pid, state)
+                state.complete_spill(each.pid, each.receipt.nbytes, force=force)
+                each.ended = True
+        for each in spills:
+            assert each.receipt is not None
+            if self._observer is not None:
+                self._observer("serialize", each.serialising, "seconds")
+            observe_write(self._observer, each.receipt, each.writing)
+
+    def _let_go(self, each: _Spill) -> None:
+        """A spill is about to end without a record."""
+        each.value, each.frames, each.ended = None, (), True
+        if each.receipt is not None:
+            self._store.delete(each.receipt)
+
+    def _stop(self, each: _Spill, error: BaseException) -> None:
+        """End a spill that `error` stopped, which is raised if it is for the caller."""
+        self._let_go(each)
+        if self._give_up(each.pid, error):
+            raise error
 
     def _make_sure(self, pid: int, receipt: Receipt) -> bool:
         """Find out whether a record is of the value as it is, if that may have been changed while it was written.
@@ -286,69 +384,6 @@ class Spiller:
         if type(value) is Encoded:
             return value.header, value.frames
         return self._serializer.dumps(value)
-
-    def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
-        """Write a value to disk under `key`, replacing what the key held, without its ever being in memory. Blocks.
-
-        Parameters
-        ----------
-        key
-            Any hashable.
-        header, frames
-            Of the record: what the serialiser makes the value from.
-        nbytes
-            Bytes that the value will take in memory.
-
-        Raises
-        ------
-        StorageError
-            It could not be written: no room (StorageFull), not allowed (QuotaExceeded), the manager was closed
-            meanwhile, or whatever the disk or a frame stream reports. Then nothing is left of it, and the key holds
-            what it held.
-        """
-        metadata = self._metadata
-        clock = metadata.clock
-        raw = len(header) + sum(map(frame_nbytes, frames))
-        with metadata as state:
-            reservation = state.reserve_below(raw)
-            blocked, disk_limit = state.candidates.blocked, state.disk.limit
-        if reservation is None and blocked:
-            raise StorageError(errno.EAGAIN, f"{key!r} cannot be written: the disk refused {blocked} other values")
-        if reservation is None:
-            raise _over_quota(raw, disk_limit, metadata.disk_limit_from)
-        written: Receipt | None = None
-        try:
-            start = clock()
-            written = receipt = self._store.write(header, frames)
-            seconds = clock() - start
-            with metadata as state:
-                if metadata.closed:
-                    raise StorageError(errno.EBADF, f"the store was closed while {key!r} was written")
-                pid = state.settle_below(reservation, key, nbytes, receipt.nbytes)
-                if pid is None:
-                    raise _over_quota(receipt.nbytes, state.disk.limit, metadata.disk_limit_from)
-                metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)
-                written = None  # it has an owner
-                self._count_write(receipt, raw, seconds)
-        finally:
-            with metadata as state:
-                state.release_below(reservation)
-            if written is not None:
-                self._store.delete(written)
-        self._observe_write(receipt, seconds)
-
-    def _count_write(self, receipt: Receipt, raw: int, seconds: float) -> None:
-        """Under the lock."""
-        totals = self._metadata.totals
-        totals["write"] += seconds
-        totals["written"] += receipt.nbytes
-        totals["raw"] += raw
-
-    def _observe_write(self, receipt: Receipt, seconds: float) -> None:
-        if self._observer is not None:
-            self._observer("disk-write", seconds, "seconds")
-            self._observer("disk-write", 1, "count")
-            self._observer("disk-write", receipt.nbytes, "bytes")
 
     def _give_up(self, pid: int, error: BaseException) -> bool:
         """End a spill that `error` stopped, for good if that is the value's; return whether it is for the caller."""
@@ -404,10 +439,6 @@ class Spiller:
                 return
             self._logged.add(what)
         logger.warning(message, *arguments())
-
-
-def _over_quota(nbytes: int, limit: int | None, named: str) -> QuotaExceeded:
-    return QuotaExceeded(f"a record of {nbytes:,} bytes does not fit in the disk limit of {limit:,} bytes ({named})")
 
 
 def _shown(make: Callable[[], str]) -> str:

@@ -8,6 +8,7 @@ be waited for.
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 
 from gpuspill.core.state import SpillState
@@ -27,7 +28,7 @@ _WRITING = "writing", "The disk of the spill directory may hang, or be that slow
 @dataclass(slots=True)
 class _Move:
     since: float
-    on_spill_thread: bool
+    spill_thread: int | None
     doing: tuple[str, str] = _SERIALISING
     stalled: bool = False
 
@@ -59,7 +60,7 @@ class Stalls:
         """The calling thread spills a value from now on."""
         engine = self._metadata.engine
         here = engine is not None and engine.spilling_here
-        self._moves[pid] = _Move(self._metadata.clock(), here)
+        self._moves[pid] = _Move(self._metadata.clock(), threading.get_ident() if here else None)
 
     def serialised(self, pid: int) -> None:
         """What is left to do is to write it."""
@@ -100,5 +101,7 @@ class Stalls:
     @property
     def _stuck(self) -> bool:
         """Whether all spill threads are in the middle of such spills."""
-        stalled = sum(move.stalled and move.on_spill_thread for move in list(self._moves.values()))
-        return stalled >= self._spill_threads
+        moves = list(self._moves.values())
+        # A thread may have several in hand.
+        stalled = {move.spill_thread for move in moves if move.stalled and move.spill_thread is not None}
+        return len(stalled) >= self._spill_threads

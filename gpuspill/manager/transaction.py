@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from functools import partial, wraps
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -177,6 +177,12 @@ class Metadata:
             raise KeyError(key)
         return entry
 
+    def count_write(self, receipt: Receipt, raw: int, seconds: float) -> None:
+        """Under the lock: count a record that was written in so many seconds, of `raw` bytes."""
+        self.totals["write"] += seconds
+        self.totals["written"] += receipt.nbytes
+        self.totals["raw"] += raw
+
     def validate(self) -> None:
         """Raise AssertionError if the core's tables and the values' contradict each other. O(n)."""
         slots = self.slots
@@ -300,7 +306,10 @@ class Metadata:
             with self as state:
                 state.loosen(loosened)
 
-    def _delete(self, receipts: Iterable[Receipt]) -> None:
+    def _delete(self, receipts: list[Receipt]) -> None:
+        if self._store.together_nbytes and not self.closed:
+            self._store.delete_together(receipts)
+            return
         for receipt in receipts:
             if self.closed:
                 return  # closing the store removes all records, and need not wait for a queue of single ones

@@ -35,6 +35,7 @@ __all__ = [
     "frame_nbytes",
     "fresh_buffer",
     "in_memory",
+    "in_memory_together",
 ]
 
 #: Anything with the buffer protocol whose memory is contiguous (in C or Fortran order).
@@ -108,6 +109,11 @@ class FrameStream(ABC):
             The bytes cannot be had.
         """
 
+    @classmethod
+    def read_together(cls, streams: Sequence[Self]) -> list[memoryview]:
+        """Return all bytes of several streams of this class; as :meth:`read`, and all or none."""
+        return [stream.read() for stream in streams]
+
     def read(self) -> memoryview:
         """Return all bytes, in memory of their own. Blocks; raises as :meth:`copy_to`."""
         whole = memoryview(bytearray(self.nbytes))
@@ -135,6 +141,13 @@ def frame_nbytes(frame: Frame) -> int:
 def in_memory(frame: Frame) -> Buffer:
     """Return a frame itself, or the bytes of a stream."""
     return frame.read() if isinstance(frame, FrameStream) else frame
+
+
+def in_memory_together(records: Sequence[Sequence[Frame]]) -> list[list[Buffer]]:
+    """Return the frames of several records, with the bytes of streams, all of one class, in their places."""
+    streams = [frame for frames in records for frame in frames if isinstance(frame, FrameStream)]
+    read = iter(type(streams[0]).read_together(streams) if streams else ())
+    return [[next(read) if isinstance(frame, FrameStream) else frame for frame in frames] for frames in records]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +297,39 @@ class Store(ABC):
         Whatever is raised, what a frame stream raises included, nothing of the record is left and no space stays
         reserved.
         """
+
+    @property
+    def together_nbytes(self) -> int:
+        """Bytes of records that are worth writing together, see :meth:`write_together`; 0: one at a time."""
+        return 0
+
+    def write_together(self, records: Sequence[tuple[bytes, Sequence[Frame]]]) -> list[Receipt] | None:
+        """Store several records, all or none, where that costs less than one after the other.
+
+        Parameters
+        ----------
+        records
+            Header and frames of each, as for :meth:`write`.
+
+        Returns
+        -------
+        list of Receipt or None
+            None if they are to be written one by one, which is the default. So they are if something is raised, which
+            is what :meth:`write` raises.
+        """
+        return None
+
+    def read_together(self, receipts: Sequence[Receipt]) -> list[tuple[bytes, list[memoryview]] | None]:
+        """Return the records that are in memory already and cost nothing to hand out.
+
+        None for those that are to be read by :meth:`read`, for whatever reason. By default these are all.
+        """
+        return [None] * len(receipts)
+
+    def delete_together(self, receipts: Sequence[Receipt]) -> None:
+        """Forget several records; as :meth:`delete`."""
+        for receipt in receipts:
+            self.delete(receipt)
 
     @abstractmethod
     def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:

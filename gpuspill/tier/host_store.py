@@ -18,12 +18,24 @@ from gpuspill.core.budget import Kind
 from gpuspill.errors import RecordLost, StorageError
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.ports import Encoded
-from gpuspill.storage.base import Allocate, Frame, Receipt, Store, StoreStatistics, frame_nbytes, in_memory
+from gpuspill.storage.base import (
+    Allocate,
+    Frame,
+    Receipt,
+    Store,
+    StoreStatistics,
+    frame_nbytes,
+    in_memory,
+    in_memory_together,
+)
 from gpuspill.tier.units import Internal
 
 __all__ = ["HostRecords"]
 
 logger = logging.getLogger("gpuspill")
+
+#: Bytes of records after which no more are put together: what they leave is waited for.
+_TOGETHER = 64 * 2**20
 
 
 class _Record(Internal):
@@ -90,6 +102,64 @@ class HostRecords(Store):
         self._check_open()
         return receipt
 
+    @property
+    def together_nbytes(self) -> int:
+        """See :attr:`Store.together_nbytes`."""
+        return _TOGETHER
+
+    def write_together(self, records: Sequence[tuple[bytes, Sequence[Frame]]]) -> list[Receipt] | None:
+        """Put records into the host's memory if there is room for all of them, in one transaction and one copy."""
+        sizes = [len(header) + sum(map(frame_nbytes, frames)) for header, frames in records]
+        keys = [_Record(next(self._numbers)) for _ in records]
+        admission = self._host.reserve_now(sum(sizes), Kind.TASK, outputs=dict(zip(keys, sizes, strict=True)))
+        if admission is None:
+            return None
+        with admission:
+            self._check_open()
+            frames = in_memory_together([frames for _, frames in records])
+            self._host.store_encoded_together(
+                {
+                    key: Encoded(header, whole, nbytes)
+                    for key, (header, _), whole, nbytes in zip(keys, records, frames, sizes, strict=True)
+                }
+            )
+        receipts = [
+            Receipt(key.number, nbytes, nbytes - len(header), nbytes - len(header), 0)
+            for key, (header, _), nbytes in zip(keys, records, sizes, strict=True)
+        ]
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._keys.update((key.number, (key, receipt)) for key, receipt in zip(keys, receipts, strict=True))
+                self._counts["writes"] += len(receipts)
+                self._counts["bytes_written"] += sum(sizes)
+        if closed:
+            self._host.discard_together(keys)
+        self._check_open()
+        return receipts
+
+    def read_together(self, receipts: Sequence[Receipt]) -> list[tuple[bytes, list[memoryview]] | None]:
+        """Return the records that are in the host's memory, as they are there."""
+        with self._lock:
+            keys = [self._keys.get(receipt.number, (None, None))[0] for receipt in receipts]
+        found: list[tuple[bytes, list[memoryview]] | None] = [
+            (each.header, [memoryview(frame) for frame in each.frames]) if type(each) is Encoded else None
+            for each in self._host.look_together(keys)
+        ]
+        nbytes = [receipt.nbytes for receipt, each in zip(receipts, found, strict=True) if each is not None]
+        with self._lock:
+            self._counts["reads"] += len(nbytes)
+            self._counts["bytes_read"] += sum(nbytes)
+        return found
+
+    def delete_together(self, receipts: Sequence[Receipt]) -> None:
+        """See :meth:`Store.delete_together`."""
+        with self._lock:
+            gone = [self._keys.pop(receipt.number, (None, None))[0] for receipt in receipts]
+            keys = [key for key in gone if key is not None]
+            self._counts["deletes"] += len(keys)
+        self._host.discard_together(keys)
+
     def _write_on(self, key: _Record, header: bytes, frames: Sequence[Frame], nbytes: int) -> bool:
         """Write a record to disk. Returns False if that cannot be done now."""
         self._check_open()
@@ -121,21 +191,14 @@ class HostRecords(Store):
 
     def delete(self, receipt: Receipt) -> None:
         """See :meth:`Store.delete`."""
-        with self._lock:
-            key, _ = self._keys.pop(receipt.number, (None, None))
-            if key is None:
-                return
-            self._counts["deletes"] += 1
-        with suppress(KeyError):
-            self._host.discard(key)
+        self.delete_together([receipt])
 
     def close(self) -> None:
         """See :meth:`Store.close`."""
         with self._lock:
             self._closed = True
             receipts = [receipt for _, receipt in self._keys.values()]
-        for receipt in receipts:
-            self.delete(receipt)
+        self.delete_together(receipts)
 
     def statistics(self) -> StoreStatistics:
         """See :meth:`Store.statistics`."""

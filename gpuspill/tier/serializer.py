@@ -15,7 +15,7 @@ from gpuspill.storage.base import FrameStream
 from gpuspill.storage.inplace import FileMemory
 from gpuspill.tier.composites import DeviceObject, Families
 from gpuspill.tier.registry import Book
-from gpuspill.tier.units import DeviceMemory
+from gpuspill.tier.units import DeviceMemory, Unit
 
 __all__ = ["DeviceSerializer"]
 
@@ -79,32 +79,43 @@ class DeviceSerializer:
     def read(self, allocation: Allocation) -> memoryview:
         """Copy an allocation to host memory of its own."""
         buffer = self._allocate(allocation.nbytes)
-        self._copy(allocation, partial(self._copier.to_host, allocation, buffer))
+        self._copy([allocation], partial(self._copier.to_host, allocation, buffer))
         return buffer
+
+    def read_together(self, allocations: Sequence[Allocation]) -> list[memoryview]:
+        """Copy several allocations to host memory, each to its own: observed together, copied together."""
+        buffers = [self._allocate(allocation.nbytes) for allocation in allocations]
+        self._copy(allocations, lambda: self._copier.to_host_together(list(zip(allocations, buffers, strict=True))))
+        return buffers
 
     def copy_to(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
         """Copy an allocation in pieces, each of which `sink` is called with."""
-        self._copy(allocation, partial(self._copier.onward, allocation, sink))
+        self._copy([allocation], partial(self._copier.onward, allocation, sink))
 
     def copy_into(self, allocation: Allocation, fd: int, before_each: Callable[[], object]) -> bool:
         """Copy an allocation to the start of a file, past host memory. Returns False if that cannot be done."""
         assert self.past_host is not None
-        return self._copy(allocation, partial(self.past_host.write, allocation, fd, before_each))
+        return self._copy([allocation], partial(self.past_host.write, allocation, fd, before_each))
 
-    def _copy(self, allocation: Allocation, copy: Callable[[], _T]) -> _T:
+    def _copy(self, allocations: Sequence[Allocation], copy: Callable[[], _T]) -> _T:
         problem: str | None = None
         try:
-            # Whoever computed what is there did so on a stream that is not known here.
-            enqueued = self._device.fence(allocation)
-            if enqueued is None:
-                self._device.synchronize()
-            else:
-                enqueued.wait()
+            self._observe_producers(allocations)
             return copy()
         except DeviceError as error:
-            problem = f"could not copy {allocation.nbytes} bytes from {self._device!r}: {error}"
+            nbytes = sum(allocation.nbytes for allocation in allocations)
+            problem = f"could not copy {nbytes} bytes from {self._device!r}: {error}"
         # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
         raise StorageError(problem)
+
+    def _observe_producers(self, allocations: Sequence[Allocation]) -> None:
+        # Whoever computed what is there did so on a stream that is not known here.
+        for allocation in allocations:
+            enqueued = self._device.fence(allocation)
+            if enqueued is None:
+                self._device.synchronize()  # which is for all of them
+                return
+            enqueued.wait()
 
     def _dump_object(self, memory: DeviceObject) -> Serialized:
         assert self._families is not None
@@ -147,11 +158,36 @@ class DeviceSerializer:
             with suppress(DeviceError):
                 self._device.free(allocation)
             raise
+        return self._enter(unit, allocation)
+
+    def _enter(self, unit: Unit, allocation: Allocation) -> DeviceMemory:
         # Arrays on memory that it had before are no longer its own.
         unit.arrays = {}
         memory = DeviceMemory(unit, allocation, allocation)
         self._book.enter(memory)
         return memory
+
+    def loads_together(self, records: Sequence[tuple[bytes, Sequence[memoryview]]]) -> list[object]:
+        """Copy several units to the device, and wait until all are there; None in the place of others. Blocks.
+
+        Raises as :meth:`loads`; then nothing is left on the device of any.
+        """
+        memories: list[object] = [None] * len(records)
+        filled: list[tuple[int, Unit, memoryview, Allocation]] = []
+        try:
+            for place, (header, frames) in enumerate(records):
+                if b":" not in header and not isinstance(frames[0].obj, FileMemory):
+                    unit = self._book.unit(int(header))
+                    filled.append((place, unit, frames[0], self._device.allocate(unit.nbytes)))
+            self._copier.to_device_together([(frame, allocation) for _, _, frame, allocation in filled])
+        except BaseException:
+            for _, _, _, allocation in filled:
+                with suppress(DeviceError):
+                    self._device.free(allocation)
+            raise
+        for place, unit, _, allocation in filled:
+            memories[place] = self._enter(unit, allocation)
+        return memories
 
     def _fill(self, allocation: Allocation, frame: memoryview) -> None:
         memory = frame.obj
@@ -186,6 +222,11 @@ class _UnitStream(FrameStream):
         """See :attr:`FrameStream.past_host`."""
         past_host = self._serializer.past_host
         return past_host is not None and past_host.worth(self.nbytes)
+
+    @classmethod
+    def read_together(cls, streams: Sequence[_UnitStream]) -> list[memoryview]:
+        """See :meth:`FrameStream.read_together`. They are of one serialiser."""
+        return streams[0]._serializer.read_together([stream._allocation for stream in streams])
 
     def copy_into(self, fd: int, before_each: Callable[[], object]) -> bool:
         """See :meth:`FrameStream.copy_into`."""

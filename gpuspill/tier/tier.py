@@ -115,6 +115,7 @@ class DeviceTier:
             serializer=self._serializer,
             sizeof=_sizeof,
             custody=self._book,
+            loads_together=self._serializer.loads_together,
             # The copy in host memory would take room that others need; reading from there is cheap to repeat.
             keep_clean=False,
             spill_threads=spill_threads,
