@@ -74,7 +74,9 @@ CALLS: dict[str, Callable[[Bench], Any]] = {
     "store": lambda kit: kit.manager.store("c", Plain("late"), 100),
     "renew": lambda kit: kit.manager.renew(["b"]),
     "store_encoded": store_encoded,
-    "store_encoded_together": lambda kit: kit.manager.store_encoded_together({"late": Encoded(b"", [], 100)}),
+    "store_encoded_together": lambda kit: kit.manager.store_encoded_together(
+        {"late": Encoded(*PickleSerializer().dumps(Plain("late")), 100)}
+    ),
     "adopt": adopt,
     "store_on_disk": lambda kit: kit.manager.store_on_disk("late", *PickleSerializer().dumps(Plain("late")), 100),
     "discard": lambda kit: [kit.manager.discard(key) for key in "acf" if key in kit.manager],
