@@ -16,6 +16,7 @@ import pytest
 from gpuspill.core.budget import Kind
 from gpuspill.core.ledger import Entry
 from gpuspill.core.residency import Tier
+from gpuspill.errors import ManagerClosed
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admitter
 from gpuspill.manager.batch import Gatherer
@@ -273,7 +274,10 @@ def test_interrupted_at_any_line(event, first):
             kit.admission.release()
             kit.waiting.release()
             for key in list(kit.manager):
-                assert kit.manager.get(key).content in (key, "new", "late")
+                try:
+                    assert kit.manager.get(key).content in (key, "new", "late")
+                except ManagerClosed:
+                    assert action == "close", "it was on disk"
                 kit.manager.discard(key)
             kit.idle()
             assert kit.manager.memory_total() == kit.records() == 0
