@@ -94,18 +94,18 @@ def close(store, handles):
 def ask(store, handles):
     manager = store.manager
     keys = [f"key-{number}" for number in range(KEYS)]
-    with manager.admit("child", keys, 10 * LIMIT) as admission:
+    with manager.admission.admit("child", keys, 10 * LIMIT) as admission:
         assert admission.wait(60)
-        found = manager.materialize(admission)
-    found.update((f"{key} again", value) for key, value in manager.get_many(keys).result(60).items())
+        found = manager.batch.materialize(admission)
+    found.update((f"{key} again", value) for key, value in manager.batch.get_many(keys).result(60).items())
     for number, key in enumerate(keys):
         check(found[key], number)
         check(found[f"{key} again"], number)
     store.wait_for_room()
-    manager.set_limit(1, 1)
-    manager.prefetch(keys)
-    manager.evict_all()
-    manager.make_room(LIMIT)
+    manager.limits.set_limit(1, 1)
+    manager.uses.prefetch(keys)
+    manager.limits.evict_all()
+    manager.limits.make_room(LIMIT)
     manager.statistics()
     store.statistics()
     manager.validate()
@@ -213,7 +213,7 @@ def main(what, how, rounds):
     faulthandler.enable()
     directory = tempfile.mkdtemp()  # not a context: children that leave it would remove it
     store = build_store(Settings(device=None, compression=None), directory)
-    store.manager.set_limit(LIMIT, None)
+    store.manager.limits.set_limit(LIMIT, None)
     handles = [Parked(value(1000 + number), store) for number in range(KEYS)]
     for number in range(KEYS):
         store[f"key-{number}"] = value(number)

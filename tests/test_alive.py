@@ -80,7 +80,7 @@ def test_memory_alive_after_splitting_what_was_read_back(tmp_path, kind, by):
         kit.manager.store(f"container {number}", make(number))
         kit.spill(f"container {number}")
         if by == "sent":
-            kit.manager.store_encoded(f"sent {number}", kit.manager.fetch(f"container {number}"))
+            kit.manager.store_encoded(f"sent {number}", kit.manager.batch.fetch(f"container {number}"))
             kit.manager.discard(f"container {number}")
         key = f"container {number}" if by == "read back" else f"sent {number}"
         kit.manager.store(f"part {number}", take(kit.manager.get(key)))

@@ -71,7 +71,7 @@ class Program:
         self._moments = itertools.count()
         self._value: Any = None
         self.began = False
-        kit.manager.in_use = lambda keys: self._value is not None
+        kit.manager.slots.in_use = lambda keys: self._value is not None
 
     def pass_by(self) -> None:
         """A moment has come."""

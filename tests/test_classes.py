@@ -123,7 +123,7 @@ class TestStore:
         store["y"] = np.ones(1000)
         assert store.is_ready("x")
         store.statistics()
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         assert not store.manager.is_resident("y"), "others go"
         assert store["x"] is value
         del store["x"], store["y"]
@@ -137,7 +137,7 @@ class TestStore:
         for key, container in enumerate(containers):
             store[key] = container
         store["y"] = np.ones(1000)
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         store.statistics()
         assert not store.manager.is_resident("y"), "others go"
         for key in list(store):

@@ -76,9 +76,9 @@ def undecodable() -> Encoded:
 
 
 def exported(manager: ProxifyManager, *keys: str) -> dict:
-    pins = manager.pin(keys)
+    pins = manager.admission.pin(keys)
     try:
-        return manager.export(pins).result(TIMEOUT)
+        return manager.batch.export(pins).result(TIMEOUT)
     finally:
         pins.release()
 
@@ -104,7 +104,7 @@ def test_nothing_is_decoded_before_it_is_needed(kit: Kit) -> None:
 
 def test_it_is_spilled_as_it_came(kit: Kit) -> None:
     kit.manager.store_encoded("x", encoded(3))
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     assert kit.manager.memory_total() == 0
     assert (kit.serializer.encoded, kit.serializer.decoded) == (0, 0)
     assert kit.store.statistics().writes == 1
@@ -119,7 +119,7 @@ def test_a_decoded_value_is_like_any_other(kit: Kit) -> None:
     kit.manager.store("y", x)  # the same object is charged once
     assert kit.manager.memory_total() == NBYTES
     del x
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     assert kit.serializer.encoded == 1
     assert kit.manager.get("x") is kit.manager.get("y")
 
@@ -129,7 +129,7 @@ def test_what_is_decoded_while_it_is_written_is_not_decoded_again(kit: Kit) -> N
     gate = kit.store.before["write"] = Gate()
     kit.manager.store_encoded("x", encoded(3))
     with ThreadPoolExecutor(1) as threads:
-        eviction = threads.submit(kit.manager.evict_all)
+        eviction = threads.submit(kit.manager.limits.evict_all)
         assert gate.arrived.acquire(timeout=TIMEOUT)
         x = kit.manager.get("x")
         np.testing.assert_array_equal(x, value(3))
@@ -150,9 +150,9 @@ def test_all_who_want_it_get_the_same_object(kit: Kit) -> None:
         first = threads.submit(kit.manager.get, "x")
         assert gate.arrived.acquire(timeout=TIMEOUT)
         others: list[Future] = [threads.submit(kit.manager.get, "x"), threads.submit(kit.manager.get, "x")]
-        others.append(kit.manager.get_many(["x"]))
-        admission = kit.manager.admit(None, ["x"])
-        others.append(kit.manager.materialize_later(admission))
+        others.append(kit.manager.batch.get_many(["x"]))
+        admission = kit.manager.admission.admit(None, ["x"])
+        others.append(kit.manager.batch.materialize_later(admission))
         kit.manager.validate()
         gate.open()
         x = first.result(TIMEOUT)
@@ -170,7 +170,7 @@ def test_it_is_no_victim_while_it_is_decoded(kit: Kit) -> None:
     with ThreadPoolExecutor(1) as threads:
         reader = threads.submit(kit.manager.get, "x")
         assert gate.arrived.acquire(timeout=TIMEOUT)
-        kit.manager.evict_all()
+        kit.manager.limits.evict_all()
         assert kit.store.statistics().writes == 0
         assert kit.manager.statistics().pinned_nbytes == NBYTES
         gate.open()
@@ -199,10 +199,10 @@ def test_what_cannot_be_decoded_raises_for_each_reader_and_stays(kit: Kit) -> No
         with pytest.raises(pickle.UnpicklingError):
             kit.manager.get("x")
     with pytest.raises(pickle.UnpicklingError):
-        kit.manager.get_many(["x"]).result(TIMEOUT)
+        kit.manager.batch.get_many(["x"]).result(TIMEOUT)
     kit.manager.validate()
     assert kit.manager.statistics().pinned_nbytes == 0
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     with pytest.raises(pickle.UnpicklingError):
         kit.manager.get("x")
     assert exported(kit.manager, "x")["x"].header == b"this is no pickle"
@@ -212,7 +212,7 @@ def test_bytes_that_somebody_holds_are_not_taken_for_the_value(kit: Kit, unsure:
     held = encoded(5)
     kit.manager.store_encoded("x", held)
     for _ in range(25):  # refused twenty times
-        kit.manager.evict_all()
+        kit.manager.limits.evict_all()
     assert kit.manager.statistics().disk_keys == 1
     np.testing.assert_array_equal(kit.manager.get("x"), value(5))
     del held
@@ -224,10 +224,10 @@ def test_bytes_in_memory_stay_readable_after_closing(kit: Kit) -> None:
     kit.manager.store_encoded("z", encoded(3))
     kit.manager.close()
     np.testing.assert_array_equal(kit.manager.get("x"), value(1))
-    np.testing.assert_array_equal(kit.manager.get_many(["y"]).result(TIMEOUT)["y"], value(2))
-    admission = kit.manager.admit(None, ["x", "y", "z"])
+    np.testing.assert_array_equal(kit.manager.batch.get_many(["y"]).result(TIMEOUT)["y"], value(2))
+    admission = kit.manager.admission.admit(None, ["x", "y", "z"])
     assert admission.granted
-    assert sum(x[0] for x in kit.manager.materialize(admission).values()) == 6
+    assert sum(x[0] for x in kit.manager.batch.materialize(admission).values()) == 6
     admission.release()
     kit.manager.validate()
     assert kit.manager.statistics().pinned_nbytes == 0
@@ -246,7 +246,7 @@ def test_replacing_and_deleting(kit: Kit) -> None:
 
 def test_it_settles_the_promise_of_its_key() -> None:
     kit = Kit(limit=10 * NBYTES)
-    admission = kit.manager.reserve(NBYTES, outputs={"x": NBYTES})
+    admission = kit.manager.admission.reserve(NBYTES, outputs={"x": NBYTES})
     assert kit.manager.statistics().reserved_nbytes == NBYTES
     kit.manager.store_encoded("x", encoded())
     assert kit.manager.statistics().reserved_nbytes == 0
@@ -256,13 +256,13 @@ def test_it_settles_the_promise_of_its_key() -> None:
 
 
 def test_decoding_without_storing(kit: Kit) -> None:
-    np.testing.assert_array_equal(kit.manager.decode(encoded(7)).result(TIMEOUT), value(7))
+    np.testing.assert_array_equal(kit.manager.batch.decode(encoded(7)).result(TIMEOUT), value(7))
     with pytest.raises(pickle.UnpicklingError):
-        kit.manager.decode(undecodable()).result(TIMEOUT)
+        kit.manager.batch.decode(undecodable()).result(TIMEOUT)
     assert len(kit.manager) == 0
     kit.manager.close()
     with pytest.raises(ManagerClosed):
-        kit.manager.decode(encoded(7)).result(TIMEOUT)
+        kit.manager.batch.decode(encoded(7)).result(TIMEOUT)
 
 
 # -- leaving ---------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_decoding_without_storing(kit: Kit) -> None:
 def test_export_leaves_everything_as_it_was(kit: Kit) -> None:
     for number in range(4):
         kit.manager.store(f"x-{number}", value(number))
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     x = kit.manager.get("x-0")
     before = kit.manager.statistics()
     encodings, decodings = kit.serializer.encoded, kit.serializer.decoded
@@ -294,7 +294,7 @@ def test_export_of_what_came_as_bytes_passes_it_on(kit: Kit) -> None:
     kit.manager.store_encoded("x", came)
     assert exported(kit.manager, "x")["x"] is came
     del came
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     assert bytes(exported(kit.manager, "x")["x"].frames[0]) == value().tobytes()
     assert kit.serializer.decoded == 0
 
@@ -302,21 +302,21 @@ def test_export_of_what_came_as_bytes_passes_it_on(kit: Kit) -> None:
 def test_pin_leaves_out_what_is_unknown_and_asks_for_no_room() -> None:
     kit = Kit(limit=NBYTES)
     kit.manager.store("x", value())
-    kit.manager.evict_all()
-    pins = kit.manager.pin(["x", "y"])
+    kit.manager.limits.evict_all()
+    pins = kit.manager.admission.pin(["x", "y"])
     assert set(pins.pids) == {"x"}
     assert pins.granted
     statistics = kit.manager.statistics()
     assert statistics.pinned_nbytes == 0 or statistics.host_nbytes == 0
     assert (statistics.reserved_nbytes, statistics.waiting) == (0, 0)
-    assert kit.manager.missing_nbytes(pins.pids) == NBYTES
+    assert kit.manager.admission.missing_nbytes(pins.pids) == NBYTES
     kit.manager.get("x")
-    assert kit.manager.missing_nbytes(pins.pids) == 0
-    kit.manager.evict_all()
+    assert kit.manager.admission.missing_nbytes(pins.pids) == 0
+    kit.manager.limits.evict_all()
     assert kit.manager.is_resident("x")  # pinned
     pins.release()
     pins.release()
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     assert not kit.manager.is_resident("x")
     kit.manager.validate()
     kit.manager.close()
@@ -325,10 +325,10 @@ def test_pin_leaves_out_what_is_unknown_and_asks_for_no_room() -> None:
 @pytest.mark.fault("deleted meanwhile", on="send", outcome="sent; nothing left")
 def test_a_pinned_value_is_exported_although_its_key_is_gone(kit: Kit) -> None:
     kit.manager.store("x", value(4))
-    kit.manager.evict_all()
-    pins = kit.manager.pin(["x"])
+    kit.manager.limits.evict_all()
+    pins = kit.manager.admission.pin(["x"])
     kit.manager.discard("x")
-    sent = kit.manager.export(pins).result(TIMEOUT)["x"]
+    sent = kit.manager.batch.export(pins).result(TIMEOUT)["x"]
     np.testing.assert_array_equal(PickleSerializer().loads(sent.header, sent.frames), value(4))
     pins.release()
     assert kit.manager.statistics().disk_nbytes == 0
@@ -336,13 +336,13 @@ def test_a_pinned_value_is_exported_although_its_key_is_gone(kit: Kit) -> None:
 
 def test_export_waits_for_a_restore_in_flight_and_sends_the_value(kit: Kit) -> None:
     kit.manager.store("x", value())
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     gate = kit.store.before["read"] = Gate()
     with ThreadPoolExecutor(1) as threads:
         reader = threads.submit(kit.manager.get, "x")
         assert gate.arrived.acquire(timeout=TIMEOUT)
-        pins = kit.manager.pin(["x"])
-        future = kit.manager.export(pins)
+        pins = kit.manager.admission.pin(["x"])
+        future = kit.manager.batch.export(pins)
         gate.open()
         assert future.result(TIMEOUT)["x"] is reader.result(TIMEOUT)
         pins.release()
@@ -352,10 +352,10 @@ def test_export_waits_for_a_restore_in_flight_and_sends_the_value(kit: Kit) -> N
 @pytest.mark.fault("used meanwhile", on="send", outcome="sent as it was")
 def test_a_restore_during_an_export_does_not_disturb_it(kit: Kit) -> None:
     kit.manager.store("x", value())
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     gate = kit.store.before["read"] = Gate()
-    pins = kit.manager.pin(["x"])
-    future = kit.manager.export(pins)
+    pins = kit.manager.admission.pin(["x"])
+    future = kit.manager.batch.export(pins)
     assert gate.arrived.acquire(timeout=TIMEOUT)
     del kit.store.before["read"]
     np.testing.assert_array_equal(kit.manager.get("x"), value())
@@ -366,13 +366,13 @@ def test_a_restore_during_an_export_does_not_disturb_it(kit: Kit) -> None:
 
 def test_cancelling_an_export_before_it_begins(kit: Kit) -> None:
     kit.manager.store("x", value())
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     gate = kit.store.before["read"] = Gate()
-    pins = kit.manager.pin(["x"])
-    busy = [kit.manager.export(pins) for _ in range(2)]  # as many as there are threads
+    pins = kit.manager.admission.pin(["x"])
+    busy = [kit.manager.batch.export(pins) for _ in range(2)]  # as many as there are threads
     for _ in busy:
         assert gate.arrived.acquire(timeout=TIMEOUT)
-    late = kit.manager.export(pins)
+    late = kit.manager.batch.export(pins)
     assert late.cancel()
     gate.open()
     for future in busy:
@@ -387,7 +387,7 @@ def test_a_lost_record_is_lost_for_everybody() -> None:
     kit = Kit(store)
     kit.manager.store("x", value())
     kit.manager.store("y", value())
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     store._records.clear()
     with pytest.raises(DataLostError) as caught:
         exported(kit.manager, "x", "y")
@@ -408,10 +408,10 @@ def test_a_lost_record_is_lost_for_everybody() -> None:
 def test_a_record_that_was_given_up_meanwhile_is_not_missed(kit: Kit) -> None:
     """Restored, and its record deleted, after the export looked it up."""
     kit.manager.store("x", value())
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     gate = kit.store.before["read"] = Gate()
-    pins = kit.manager.pin(["x"])
-    future = kit.manager.export(pins)
+    pins = kit.manager.admission.pin(["x"])
+    future = kit.manager.batch.export(pins)
     assert gate.arrived.acquire(timeout=TIMEOUT)
     del kit.store.before["read"]
     x = kit.manager.get("x")
@@ -432,7 +432,7 @@ def test_reading_for_a_transfer_is_tried_again(number: int, failures: int, lost:
     fault = nth("read", *range(1, failures + 1), error=lambda: StorageError(number, "not now"))
     kit = Kit(PatientStore(FaultyStore(MemoryStore(), fault), sleep=lambda seconds: None))
     kit.manager.store("x", value())
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     if lost:
         with pytest.raises(DataLostError, match="not now, twice"):
             exported(kit.manager, "x")
@@ -444,11 +444,11 @@ def test_reading_for_a_transfer_is_tried_again(number: int, failures: int, lost:
 
 def test_export_after_closing(kit: Kit) -> None:
     kit.manager.store("x", value())
-    kit.manager.evict_all()
-    pins = kit.manager.pin(["x"])
+    kit.manager.limits.evict_all()
+    pins = kit.manager.admission.pin(["x"])
     kit.manager.close()
     with pytest.raises(ManagerClosed):
-        kit.manager.export(pins).result(TIMEOUT)
+        kit.manager.batch.export(pins).result(TIMEOUT)
     pins.release()
 
 
@@ -488,15 +488,15 @@ def test_many_threads_read_export_and_evict() -> None:
 
 def test_a_loss_is_told_once_whoever_asked_for_whom(kit: Kit) -> None:
     kit.manager.store("x", value())
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
 
     def gone(*args: object) -> None:
         raise RecordLost("the file is gone")
 
     kit.store.read = gone  # type: ignore[method-assign]
-    pins = kit.manager.pin(["x"])
+    pins = kit.manager.admission.pin(["x"])
     with pytest.raises(DataLostError) as caught:
-        kit.manager.export(pins).result(TIMEOUT)
+        kit.manager.batch.export(pins).result(TIMEOUT)
     assert str(caught.value) == "the value of 'x' is lost: the file is gone"
     with pytest.raises(DataLostError) as caught:
         kit.manager.get("x")
@@ -533,7 +533,7 @@ def test_what_it_has_on_a_device_goes_there_when_it_is_decoded(dispersing: Kit, 
     kit.manager.store_encoded("x", on_device(3))
     kit.manager.store_encoded("y", encoded(4))
     if spilled:
-        kit.manager.evict_all()
+        kit.manager.limits.evict_all()
     assert (kit.manager.arriving_nbytes("x"), kit.manager.arriving_nbytes("y")) == (NBYTES - 10, 0)
     assert not kit.elsewhere
     rest = kit.manager.get("x")
@@ -547,7 +547,7 @@ def test_what_it_has_on_a_device_goes_there_when_it_is_decoded(dispersing: Kit, 
     assert kit.manager.memory_total() == 10 + NBYTES
     # Its record, if there is one, would bring it back once more.
     assert kit.store.statistics().records == (1 if spilled else 0)
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     assert kit.manager.get("x") is rest
     assert kit.manager.memory_total() == 10
     assert kit.manager.statistics().unspillable == 1
@@ -558,7 +558,7 @@ def test_it_is_decoded_while_it_is_written(dispersing: Kit) -> None:
     gate = kit.store.before["write"] = Gate()
     kit.manager.store_encoded("x", on_device(3))
     with ThreadPoolExecutor(1) as threads:
-        eviction = threads.submit(kit.manager.evict_all)
+        eviction = threads.submit(kit.manager.limits.evict_all)
         assert gate.arrived.acquire(timeout=TIMEOUT)
         rest = kit.manager.get("x")
         kit.manager.validate()
@@ -574,7 +574,7 @@ def test_it_is_passed_on_as_what_it_is(dispersing: Kit, spilled: bool) -> None:
     kit = dispersing
     kit.manager.store_encoded("x", on_device(3))
     if spilled:
-        kit.manager.evict_all()
+        kit.manager.limits.evict_all()
     found = exported(kit.manager, "x")["x"]
     assert (type(found), found.nbytes, found.device_nbytes) == (Encoded, NBYTES, NBYTES - 10)
     assert not kit.elsewhere
@@ -587,7 +587,7 @@ def test_no_room_on_the_device_is_said_of_the_key_and_may_pass(dispersing: Kit, 
     loads = kit.serializer.loads
     kit.manager.store_encoded("x", on_device(3))
     if spilled:
-        kit.manager.evict_all()
+        kit.manager.limits.evict_all()
 
     def fail(header: bytes, frames: object) -> object:
         raise MemoryError("full")

@@ -55,12 +55,12 @@ class Parked:
 OPERATIONS: dict[str, Callable[[SpillStore], object]] = {
     "get": lambda store: store["a"],
     "get of what is in memory": lambda store: store["m"],
-    "get_many": lambda store: store.manager.get_many(["a", "b"]).result(TIMEOUT),
+    "get_many": lambda store: store.manager.batch.get_many(["a", "b"]).result(TIMEOUT),
     "set": lambda store: store.__setitem__("new", value("n")),
     "delete": lambda store: store.__delitem__("a"),
-    "evict": lambda store: store.manager.evict_all(),
+    "evict": lambda store: store.manager.limits.evict_all(),
     "statistics": lambda store: store.statistics(),
-    "wake": lambda store: store.manager._engine.wake(),
+    "wake": lambda store: store.manager.engine.wake(),
 }
 
 
@@ -76,7 +76,7 @@ def test_whoever_waits_at_any_line_is_not_waited_for(name: str, tmp_path: Path) 
         try:
             for key in "abcx":
                 store[key] = value(key)
-            store.manager.evict_all()
+            store.manager.limits.evict_all()
             store["m"] = value("m")
             parked = Parked(store, "x")
             found = []

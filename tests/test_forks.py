@@ -74,8 +74,8 @@ def manager(tmp_path):
     )
     manager.store("memory", np.zeros(1000))
     manager.store("disk", np.ones(1000))
-    manager.pin(["memory"])
-    manager.evict_all()
+    manager.admission.pin(["memory"])
+    manager.limits.evict_all()
     assert manager.spilled_count == 1
     yield manager
     manager.validate()
@@ -113,7 +113,7 @@ class TestReading:
             ):
                 manager.get("disk")
             with pytest.raises(ManagerClosed, match="forked"):
-                manager.get_many(["disk"]).result(10)
+                manager.batch.get_many(["disk"]).result(10)
             manager.get("memory")
 
         parent = os.getpid()
@@ -210,15 +210,15 @@ class TestChangingNothing:
     def test_those_who_wait_in_the_parent_still_do_and_nobody_waits_in_the_child(self):
         bench = Bench(limit=100)
         bench.manager.store("a", Thing(nbytes=100))
-        admission = bench.manager.admit("b", [], 100)
+        admission = bench.manager.admission.admit("b", [], 100)
         told = []
         admission.add_done_callback(lambda: told.append(os.getpid()))
         assert not admission.granted
 
         def child():
             assert admission.wait(10)
-            bench.manager.wait_for_room()
-            assert bench.manager.reserve(10**9).wait(10)
+            bench.manager.admission.wait_for_room()
+            assert bench.manager.admission.reserve(10**9).wait(10)
             assert not told
 
         in_child(child)
@@ -238,7 +238,7 @@ class TestMoments:
         bench.manager.store("x", Thing("content"))
         bench.manager.store("y", Thing("other"))
         if operation == "read":
-            bench.manager.evict_all()
+            bench.manager.limits.evict_all()
         forked = []
 
         def hook(found, point):
@@ -248,7 +248,7 @@ class TestMoments:
                 def child():
                     for key, content in (("x", "content"), ("y", "other")):
                         assert bench.manager.get(key).content == content
-                        assert bench.manager.get_many([key]).result(10)[key].content == content
+                        assert bench.manager.batch.get_many([key]).result(10)[key].content == content
                     bench.manager.store("z", Thing("new"))
                     bench.manager.discard("x")
                     bench.manager.close()
@@ -257,7 +257,7 @@ class TestMoments:
 
         bench.store.hook = hook
         if operation == "write":
-            bench.manager.evict_all()
+            bench.manager.limits.evict_all()
         assert bench.manager.get("x").content == "content"
         assert bench.manager.get("y").content == "other"
         assert forked

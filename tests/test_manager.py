@@ -148,7 +148,7 @@ def test_a_value_that_was_changed_and_stored_again_is_what_comes_back(kit, unsur
 
     def change(value):
         kit.store.hook = lambda operation, at: None
-        manager.set_limit(None, None)
+        manager.limits.set_limit(None, None)
         value.content = "after"
         manager.store(key, value)
 
@@ -165,9 +165,9 @@ def test_a_value_that_was_changed_and_stored_again_is_what_comes_back(kit, unsur
         while manager.is_resident("x"):  # patience with who holds it comes to an end
             squeeze(kit)
             kit.clock.advance(1)
-        manager.set_limit(None, None)
+        manager.limits.set_limit(None, None)
         if when == "while it is read":
-            assert manager.prefetch(["x"]) == 1
+            assert manager.uses.prefetch(["x"]) == 1
             change(value)
             assert kit.engine.restore()
         else:
@@ -199,8 +199,8 @@ def test_what_two_keys_of_one_value_miss_is_counted_once(kit):
     kit.manager.store("y", value)
     del value
     kit.spill("x", "y")
-    with kit.manager.pin(["x", "y"]) as pins:
-        assert kit.manager.missing_nbytes(pins.pids) == 700
+    with kit.manager.admission.pin(["x", "y"]) as pins:
+        assert kit.manager.admission.missing_nbytes(pins.pids) == 700
 
 
 def test_values_on_their_way_back_and_lost_ones_are_in_no_tier(kit):
@@ -213,7 +213,7 @@ def test_values_on_their_way_back_and_lost_ones_are_in_no_tier(kit):
         return statistics.host_keys, statistics.disk_keys
 
     assert numbers() == (1, 2)
-    kit.manager.prefetch(["a"])
+    kit.manager.uses.prefetch(["a"])
     assert numbers() == (1, 1)
     kit.engine.restore()
     assert numbers() == (2, 1)
@@ -289,10 +289,10 @@ def test_a_pinned_value_is_no_victim_and_outlives_its_keys(kit):
     manager = kit.manager
     manager.store("a", Thing("a"))
     kit.spill("a")
-    admission = manager.admit(None, ["a"])
+    admission = manager.admission.admit(None, ["a"])
     manager.discard("a")
     assert "a" not in manager
-    assert manager.materialize(admission) == {"a": Thing("a")}
+    assert manager.batch.materialize(admission) == {"a": Thing("a")}
     squeeze(kit)
     assert manager.memory_total() == 100
     admission.release()
@@ -302,7 +302,7 @@ def test_a_pinned_value_is_no_victim_and_outlives_its_keys(kit):
 def test_admitting_an_unknown_key_pins_nothing(kit):
     kit.manager.store("a", Thing())
     with pytest.raises(KeyError, match="'b'"):
-        kit.manager.admit("out", ["a", "b"], 10)
+        kit.manager.admission.admit("out", ["a", "b"], 10)
     stats = kit.manager.statistics()
     assert (stats.pinned_nbytes, stats.reserved_nbytes, stats.waiting) == (0, 0, 0)
     kit.spill("a")
@@ -314,9 +314,9 @@ def test_a_key_named_twice_and_two_keys_of_one_value_are_asked_room_for_once(kit
     manager.store("b", value)
     del value
     kit.spill()
-    admission = manager.admit(None, ["a", "a", "b"])
+    admission = manager.admission.admit(None, ["a", "a", "b"])
     assert manager.statistics().reserved_nbytes == 100
-    future = manager.materialize_later(admission)
+    future = manager.batch.materialize_later(admission)
     kit.idle()
     assert future.result(0) == {"a": Thing(), "b": Thing()}
     admission.release()
@@ -336,7 +336,7 @@ def test_evicting_all_twice_at_once_keeps_the_limit():
     with bench(10_000, observer=observe) as kit:
         kit.manager.store(1, Thing(1), 100)
         kit.manager.store(2, Thing(2), 100)
-        threads = [threading.Thread(target=kit.manager.evict_all, name=name) for name in arrived]
+        threads = [threading.Thread(target=kit.manager.limits.evict_all, name=name) for name in arrived]
         for thread in threads:
             thread.start()
             assert arrived[thread.name].wait(60)
@@ -357,8 +357,8 @@ def test_evict_all(kit, nbytes):
     manager.store("bad", Unpicklable(), nbytes)
     held = Thing()
     manager.store("held", held, nbytes)
-    manager.set_limit(10_000, None)
-    manager.evict_all()
+    manager.limits.set_limit(10_000, None)
+    manager.limits.evict_all()
     assert sorted(map(str, manager.keys_in(Tier.HOST))) == ["bad", "held"] if nbytes else True
     assert manager.statistics().limit == 10_000
     manager.validate()
@@ -372,9 +372,9 @@ def test_prefetch_takes_free_room_only():
     kit.engine.spill_all()
     manager.validate()
     spilled = manager.keys_in(Tier.DISK)
-    assert manager.prefetch([*manager.keys_in(Tier.HOST), "unknown", *spilled]) == 0
+    assert manager.uses.prefetch([*manager.keys_in(Tier.HOST), "unknown", *spilled]) == 0
     manager.discard(manager.keys_in(Tier.HOST)[0])
-    assert manager.prefetch(spilled) == 1
+    assert manager.uses.prefetch(spilled) == 1
     assert kit.engine.restore()
     assert manager.is_resident(spilled[0])
     assert manager.statistics().prefetches == 1
@@ -389,7 +389,7 @@ def test_a_prefetch_that_fails_troubles_nobody(kit):
     kit.manager.store("a", Thing("a"))
     kit.spill("a")
     kit.store.hook = hook
-    assert kit.manager.prefetch(["a"]) == 1
+    assert kit.manager.uses.prefetch(["a"]) == 1
     kit.engine.restore()
     kit.store.hook = lambda operation, when: None
     assert kit.manager.get("a") == Thing("a")
@@ -400,12 +400,12 @@ def test_a_known_use_keeps_a_value_in_memory():
     manager = kit.manager
     for key in "abc":
         manager.store(key, Thing(key))
-    manager.expect_uses("ac", (1.0,), "task")
-    manager.set_limit(200, None)
+    manager.uses.expect("ac", (1.0,), "task")
+    manager.limits.set_limit(200, None)
     kit.engine.spill_all()
     assert manager.keys_in(Tier.DISK) == ["b"]
-    manager.drop_uses("a", "task")
-    manager.set_limit(100, None)
+    manager.uses.drop("a", "task")
+    manager.limits.set_limit(100, None)
     kit.engine.spill_all()
     assert sorted(manager.keys_in(Tier.DISK)) == ["a", "b"]
     kit.close()
@@ -415,13 +415,13 @@ def test_the_offset_spills_and_memory_total_is_without_it():
     kit = Bench(250)
     for key in "ab":
         kit.manager.store(key, Thing(key))
-    kit.manager.set_offset(100)
+    kit.manager.limits.set_offset(100)
     kit.engine.spill_all()
     assert kit.manager.memory_total() == 100
-    kit.manager.set_offset(-100)
+    kit.manager.limits.set_offset(-100)
     for key in "cde":
         kit.manager.store(key, Thing(key))
-    kit.manager.set_offset(-500)
+    kit.manager.limits.set_offset(-500)
     assert kit.engine.spill_all() == float("inf")
     assert kit.manager.memory_total() == 400
     kit.close()
@@ -439,7 +439,7 @@ def test_work_is_reported_without_a_lock_held():
     kit.manager.get("a")
     kit.spill("a")
     kit.manager.get("a")
-    kit.manager.materialize(admission := kit.manager.admit(None, ["a"]))
+    kit.manager.batch.materialize(admission := kit.manager.admission.admit(None, ["a"]))
     admission.release()
     assert {(label, unit) for label, _, unit in told} == {
         ("memory-read", "count"), ("memory-read", "bytes"), ("serialize", "seconds"), ("deserialize", "seconds"),
@@ -494,8 +494,8 @@ def test_tasks_come_before_transfers():
     kit = Bench(100)
     kit.manager.store("a", Thing(), 100)
     granted = []
-    transfer = kit.manager.reserve(50, Kind.TRANSFER)
-    task = kit.manager.admit("t", (), 60, kind=Kind.TASK)
+    transfer = kit.manager.admission.reserve(50, Kind.TRANSFER)
+    task = kit.manager.admission.admit("t", (), 60, kind=Kind.TASK)
     for name, admission in (("transfer", transfer), ("task", task)):
         admission.add_done_callback(lambda name=name: granted.append(name))
     assert granted == []
@@ -531,16 +531,16 @@ def test_small_values_go_last_and_are_waited_for_only_if_they_are_enough():
             manager.store(("small", n), float(n), 24)
         for n in range(9):
             manager.store(("large", n), Thing(n), 10_000_000)
-        with manager.admit(None, (), 40_000_000) as admission:
+        with manager.admission.admit(None, (), 40_000_000) as admission:
             kit.engine.spill_all()
             assert admission.granted
             assert not admission.overrun
             assert [key[0] for key in manager.keys_in(Tier.DISK)] == ["large"] * 4
         in_use = [key for key in manager if key[0] == "large"]
-        with manager.pin(in_use), manager.admit(None, (), 60_000_000) as admission:
+        with manager.admission.pin(in_use), manager.admission.admit(None, (), 60_000_000) as admission:
             assert admission.overrun, "all 500 would not be enough"
             assert manager.statistics().spills == 4
-        with manager.pin(in_use), manager.admit(None, (), 50_000_000 - 100 * 24) as admission:
+        with manager.admission.pin(in_use), manager.admission.admit(None, (), 50_000_000 - 100 * 24) as admission:
             assert not admission.granted, "400 of them are enough"
             kit.engine.spill_all()
             assert admission.granted
@@ -553,10 +553,10 @@ def test_where_the_limit_is_low_no_value_is_small(kit):
     """As in distributed's own tests, with a limit of one byte: nobody would spill anything there."""
     kit.manager.store("small", Thing(0), 24)
     kit.manager.store("large", Thing(1), 10_000_000)
-    kit.manager.set_limit(10_000_010, None)
+    kit.manager.limits.set_limit(10_000_010, None)
     kit.engine.spill_all()
     assert kit.manager.keys_in(Tier.DISK) == ["small"]
-    kit.manager.set_limit(1, None)
+    kit.manager.limits.set_limit(1, None)
     kit.engine.spill_all()
     assert kit.manager.keys_in(Tier.DISK) == ["small", "large"]
 

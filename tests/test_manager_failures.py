@@ -78,7 +78,7 @@ def test_nothing_of_what_cannot_be_pickled_can_be_shown(kit, caplog, key):
     assert list(kit.manager.keys_in(Tier.HOST)) == ["bad"]
     assert kit.manager.statistics().unspillable == 1
     assert "<cannot be shown: ValueError>" in caplog.text
-    assert kit.manager.reserve(10**9).granted
+    assert kit.manager.admission.reserve(10**9).granted
     kit.manager.validate()
 
 
@@ -96,7 +96,7 @@ def test_the_message_of_an_error_is_not_the_whole_value(kit, caplog):
 def test_a_value_that_would_end_the_thread_does_not(kit, caplog):
     kit.manager.store("bad", Exiting())
     kit.manager.store("good", Thing())
-    thread = threading.Thread(target=kit.manager.evict_all)
+    thread = threading.Thread(target=kit.manager.limits.evict_all)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
@@ -280,7 +280,7 @@ def test_using_a_value_makes_no_room_on_disk(kit):
     kit.manager.store("a", Thing("a"))
     squeeze(kit)
     for _ in range(20):
-        kit.manager.pin(["a"]).release()
+        kit.manager.admission.pin(["a"]).release()
         kit.manager.get("a")
         kit.engine.spill_all()
     kit.manager.validate()
@@ -337,7 +337,7 @@ def test_nobody_waits_for_a_disk_that_is_full(kit):
     for key in range(3):
         kit.manager.store(key, Thing(key))
     squeeze(kit)
-    admission = kit.manager.admit("task", [0], 100)
+    admission = kit.manager.admission.admit("task", [0], 100)
     kit.engine.spill_all()
     assert admission.granted
     assert admission.overrun
@@ -348,7 +348,7 @@ def test_nobody_waits_for_a_disk_that_is_full(kit):
 def test_the_disk_limit_is_said_to_be_used_up_once(kit, caplog):
     """Also if values that are smaller, or are needed no more, come and go meanwhile."""
     kit.manager.store("large", Thing("a" * 1000))
-    kit.manager.set_limit(0, 500)
+    kit.manager.limits.set_limit(0, 500)
     kit.engine.spill_all()
     for n in range(100):
         kit.manager.store(n, Thing(n))
@@ -365,7 +365,7 @@ def test_the_quota(kit, caplog):
     record = len(pickle.dumps(Thing("x"), protocol=5))
     for key in range(6):
         manager.store(key, Thing("x"))
-    manager.set_limit(0, 3 * record)
+    manager.limits.set_limit(0, 3 * record)
     kit.engine.spill_all()
     stats = manager.statistics()
     assert (stats.disk_keys, stats.set_aside) == (3, 3)
@@ -376,7 +376,7 @@ def test_the_quota(kit, caplog):
     manager.discard(spilled[0])
     kit.engine.spill_all()
     assert manager.statistics().disk_keys == 3
-    manager.set_limit(0, None)
+    manager.limits.set_limit(0, None)
     kit.engine.spill_all()
     assert manager.statistics().disk_keys == 5
 
@@ -388,7 +388,7 @@ def test_a_lower_quota_costs_clean_copies_only(kit):
     kit.spill()
     for key in (0, 1):
         manager.get(key)
-    manager.set_limit(None, 1)
+    manager.limits.set_limit(None, 1)
     manager.validate()
     assert kit.records() == 2
     assert [kit.state(key) for key in range(4)] == [State.RESIDENT] * 2 + [State.SPILLED] * 2
@@ -402,12 +402,12 @@ def test_a_serialiser_that_is_interrupted_leaves_the_value_where_it_was(kit):
             raise KeyboardInterrupt
 
     kit.manager.store("a", Interrupted())
-    kit.manager.set_limit(0, None)
+    kit.manager.limits.set_limit(0, None)
     with pytest.raises(KeyboardInterrupt):
         kit.engine.spill()
     kit.manager.validate()
     assert kit.state("a") is State.RESIDENT
-    kit.manager.set_limit(None, None)
+    kit.manager.limits.set_limit(None, None)
 
 
 def test_evicting_an_unchanged_value_again_writes_nothing(kit):
@@ -439,7 +439,7 @@ def test_without_clean_copies_a_spill_that_is_no_longer_needed_leaves_nothing():
 
     def hook(operation, when):
         if operation == "write":
-            kit.manager.set_limit(None, None)
+            kit.manager.limits.set_limit(None, None)
 
     kit.store.hook = hook
     squeeze(kit)
@@ -471,7 +471,7 @@ def test_a_lost_value_is_lost_for_every_key_and_for_good(kit, how, caplog):
         assert caught.value.key == key
         assert repr(key) in str(caught.value)
         assert kit.state(key) is State.LOST
-    future = manager.get_many(["other", "b"])
+    future = manager.batch.get_many(["other", "b"])
     kit.idle()
     with pytest.raises(DataLostError) as caught:
         future.result(0)

@@ -63,7 +63,7 @@ def test_a_view_of_a_restored_array_holds_it():
     kit.manager.store("a", np.arange(100.0).reshape(10, 10))
     kit.spill("a")
     for make_view in (lambda x: x[1:3], lambda x: x.T, lambda x: x.reshape(-1), lambda x: x[2:][::2]):
-        kit.manager.set_limit(None, None)
+        kit.manager.limits.set_limit(None, None)
         view = make_view(kit.manager.get("a"))
         squeeze(kit)
         assert kit.manager.is_resident("a")
@@ -90,7 +90,7 @@ def test_one_that_is_held_stops_nobody(kit):
     kit.manager.store("held", held)
     for key in range(10):
         kit.manager.store(key, Thing(key))
-    kit.manager.set_limit(100, None)
+    kit.manager.limits.set_limit(100, None)
     kit.engine.spill_all()
     assert kit.manager.memory_total() == 100
     assert kit.manager.keys_in(Tier.HOST) == ["held"]
@@ -197,7 +197,7 @@ def test_storing_an_evicted_value_that_is_alive_finds_it(kit, unsure, key):
     outlast_all_patience(kit)
     assert not kit.manager.is_resident("a")
     reads = kit.store.statistics().reads
-    kit.manager.set_limit(None, None)
+    kit.manager.limits.set_limit(None, None)
     kit.manager.store(key, value)
     kit.manager.validate()
     assert kit.manager.get("a") is kit.manager.get(key) is value
@@ -232,7 +232,7 @@ def test_the_memory_of_an_evicted_value_may_be_used_for_another(kit, unsure):
         del value
         gc.collect()
         fresh = Knot("fresh")
-        kit.manager.set_limit(None, None)
+        kit.manager.limits.set_limit(None, None)
         kit.manager.store("b", fresh)
         assert kit.manager.get("b") is fresh
         assert kit.manager.get("a").content == n
@@ -247,7 +247,7 @@ def test_what_is_remembered_of_an_evicted_value_goes_with_it(kit, unsure):
     outlast_all_patience(kit)
     assert not kit.manager.is_resident("a")
     kit.manager.discard("a")
-    kit.manager.set_limit(None, None)
+    kit.manager.limits.set_limit(None, None)
     kit.manager.store("b", value)
     assert kit.manager.get("b") is value
     assert kit.records() == 0
@@ -367,7 +367,7 @@ class TestLoopsWithoutWeakReferences:
     def test_taken_up_after_it_was_looked_into(self, kit):
         kit.manager.store("a", tree())
         squeeze(kit)
-        kit.manager.set_limit(None, None)
+        kit.manager.limits.set_limit(None, None)
         held = kit.manager.get("a")
         outlast_patience(kit)
         assert kit.manager.get("a") is held
@@ -400,7 +400,7 @@ class TestLoopsWithoutWeakReferences:
         """What was found of one is known of the type."""
         kit.manager.store("a", tree())
         outlast_patience(kit)
-        kit.manager.set_limit(None, None)
+        kit.manager.limits.set_limit(None, None)
         for key in range(5):
             kit.manager.store(key, tree())
         squeeze(kit)

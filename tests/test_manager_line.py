@@ -17,9 +17,9 @@ class Thing:
 
 def full(kit: Bench, *, pinned: bool = True) -> None:
     """Fill memory with one value, which a task uses."""
-    kit.manager.store("x", Thing(), kit.manager.limit)
+    kit.manager.store("x", Thing(), kit.manager.limits.limit)
     if pinned:
-        kit.running = kit.manager.admit("running", ["x"])  # type: ignore[attr-defined]
+        kit.running = kit.manager.admission.admit("running", ["x"])  # type: ignore[attr-defined]
 
 
 def promised(kit: Bench) -> int:
@@ -37,8 +37,8 @@ def kit():
 def test_one_at_a_time_beyond_the_limit(kit):
     """When nothing can leave, one is let in; the next when that one has ended."""
     full(kit)
-    line = [kit.manager.reserve(20 * MB, order=(1.0, n)) for n in range(20)]
-    line += [kit.manager.admit(f"task-{n}", (), 50 * MB, order=(0.0, n)) for n in range(8)]
+    line = [kit.manager.admission.reserve(20 * MB, order=(1.0, n)) for n in range(20)]
+    line += [kit.manager.admission.admit(f"task-{n}", (), 50 * MB, order=(0.0, n)) for n in range(8)]
     assert [admission.granted for admission in line] == [True] + 27 * [False]
     seen = []
     for _ in line:
@@ -56,7 +56,7 @@ def test_one_at_a_time_beyond_the_limit(kit):
 
 def test_what_arrived_and_can_leave_makes_room(kit):
     full(kit)
-    first, second = (kit.manager.reserve(20 * MB, outputs={name: 20 * MB}) for name in "ab")
+    first, second = (kit.manager.admission.reserve(20 * MB, outputs={name: 20 * MB}) for name in "ab")
     assert first.overrun
     kit.manager.store("a", Thing(), 20 * MB)
     first.release()
@@ -70,11 +70,11 @@ def test_what_arrived_and_can_leave_makes_room(kit):
 
 def test_one_who_may_wait_for_others_is_not_waited_for(kit):
     full(kit)
-    outer, inner, other = (kit.manager.admit(name, (), 20 * MB) for name in ("outer", "inner", "other"))
+    outer, inner, other = (kit.manager.admission.admit(name, (), 20 * MB) for name in ("outer", "inner", "other"))
     assert (outer.granted, inner.granted) == (True, False)
-    kit.manager.detach(outer)
+    kit.manager.admission.detach(outer)
     assert (inner.granted, other.granted) == (True, False)
-    kit.manager.detach(outer)
+    kit.manager.admission.detach(outer)
     outer.release()  # has no say any more
     assert not other.granted
     inner.release()
@@ -85,7 +85,7 @@ def test_one_who_may_wait_for_others_is_not_waited_for(kit):
 
 def test_one_who_is_within_the_limit_by_now_is_not_waited_for(kit):
     full(kit)
-    first, second, third = (kit.manager.admit(name, (), 60 * MB) for name in ("first", "second", "third"))
+    first, second, third = (kit.manager.admission.admit(name, (), 60 * MB) for name in ("first", "second", "third"))
     kit.running.release()
     kit.manager.discard("x")
     assert promised(kit) == 120 * MB
@@ -96,7 +96,7 @@ def test_one_who_is_within_the_limit_by_now_is_not_waited_for(kit):
 
 def test_those_who_need_nothing_do_not_wait_for_the_end_of_others(kit):
     full(kit)
-    line = [kit.manager.admit(f"task-{n}", (), nbytes) for n, nbytes in enumerate((20 * MB, 0, 0))]
+    line = [kit.manager.admission.admit(f"task-{n}", (), nbytes) for n, nbytes in enumerate((20 * MB, 0, 0))]
     assert all(admission.granted for admission in line)
     for admission in line:
         admission.release()
@@ -106,7 +106,7 @@ def test_those_who_need_nothing_do_not_wait_for_the_end_of_others(kit):
 def test_no_one_waits_for_ever_for_one_who_does_not_end(kit):
     """What a task waits for cannot be known for sure: after a second the next one is let in."""
     full(kit)
-    line = [kit.manager.admit(f"task-{n}", (), MB) for n in range(5)]
+    line = [kit.manager.admission.admit(f"task-{n}", (), MB) for n in range(5)]
     for count in range(1, 5):
         assert sum(admission.granted for admission in line) == count
         assert kit.engine.spill_all() == 1.0
@@ -123,13 +123,13 @@ def test_no_one_waits_for_ever_for_one_who_does_not_end(kit):
 def test_that_does_not_depend_on_spill_threads(kit):
     """They may all be in the middle of writes that hang."""
     full(kit)
-    first, second = (kit.manager.admit(name, (), MB) for name in ("first", "second"))
-    kit.manager.relent()
+    first, second = (kit.manager.admission.admit(name, (), MB) for name in ("first", "second"))
+    kit.manager.stalls.relent()
     kit.clock.advance(0.9)
-    kit.manager.relent()
+    kit.manager.stalls.relent()
     assert (first.granted, second.granted) == (True, False)
     kit.clock.advance(0.2)
-    kit.manager.relent()
+    kit.manager.stalls.relent()
     assert second.granted
     for admission in first, second:
         admission.release()
@@ -138,10 +138,10 @@ def test_that_does_not_depend_on_spill_threads(kit):
 
 def test_spill_threads_are_told_that_there_is_something_to_wait_for(kit):
     full(kit)
-    first = kit.manager.admit("first", (), MB)
+    first = kit.manager.admission.admit("first", (), MB)
     kit.engine.spill_all()
     kit.engine.wanted = False
-    with kit.manager.admit("second", (), MB) as second:
+    with kit.manager.admission.admit("second", (), MB) as second:
         assert not second.granted
         assert kit.engine.wanted
     first.release()
@@ -150,12 +150,12 @@ def test_spill_threads_are_told_that_there_is_something_to_wait_for(kit):
 
 def test_what_becomes_more_urgent_goes_first(kit):
     full(kit)
-    runs, early, late = (kit.manager.reserve(MB, order=(order,)) for order in (0.0, 1.0, 2.0))
-    kit.manager.improve(late, (0.5,))
-    kit.manager.improve(late, (3.0,))  # less urgent it does not become
+    runs, early, late = (kit.manager.admission.reserve(MB, order=(order,)) for order in (0.0, 1.0, 2.0))
+    kit.manager.admission.improve(late, (0.5,))
+    kit.manager.admission.improve(late, (3.0,))  # less urgent it does not become
     runs.release()
     assert (early.granted, late.granted) == (False, True)
-    kit.manager.improve(late, (0.0,))  # too late to matter
+    kit.manager.admission.improve(late, (0.0,))  # too late to matter
     late.release()
     assert early.granted
     early.release()
@@ -165,7 +165,7 @@ def test_what_becomes_more_urgent_goes_first(kit):
 def test_among_equals_tasks_go_before_transfers_and_those_before_what_is_read_ahead(kit):
     full(kit)
     kinds = [Kind.TASK, Kind.AHEAD, Kind.TRANSFER, Kind.TASK]
-    line = [kit.manager.admit(None, (), MB, kind=kind, order=(1.0,)) for kind in kinds]
+    line = [kit.manager.admission.admit(None, (), MB, kind=kind, order=(1.0,)) for kind in kinds]
     order = []
     for _ in line:
         (number,) = (n for n, admission in enumerate(line) if admission.granted and n not in order)
@@ -177,11 +177,11 @@ def test_among_equals_tasks_go_before_transfers_and_those_before_what_is_read_ah
 
 def test_a_stream_of_urgent_ones_does_not_keep_the_others_waiting_for_ever(kit):
     full(kit)
-    runs = kit.manager.reserve(MB, order=(0.0,))
-    old = [kit.manager.reserve(MB, order=(9.0,)) for _ in range(3)]
+    runs = kit.manager.admission.reserve(MB, order=(0.0,))
+    old = [kit.manager.admission.reserve(MB, order=(9.0,)) for _ in range(3)]
     served = 0
     while not all(admission.granted for admission in old):
-        following = kit.manager.reserve(MB, order=(1.0,))
+        following = kit.manager.admission.reserve(MB, order=(1.0,))
         runs.release()
         served += 1
         assert served <= AGEING * len(old)

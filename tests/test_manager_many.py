@@ -22,18 +22,18 @@ def test_get_many_is_done_already_when_everything_is_in_memory(kit):
     values = {key: Thing(key) for key in range(5)}
     for key, value in values.items():
         kit.manager.store(key, value)
-    future = kit.manager.get_many(values)
+    future = kit.manager.batch.get_many(values)
     assert future.done()
     assert future.result() == values
-    assert kit.manager.get_many([]).result(0) == {}
-    assert kit.manager.get_many(["unknown"], missing="omit").result(0) == {}
+    assert kit.manager.batch.get_many([]).result(0) == {}
+    assert kit.manager.batch.get_many(["unknown"], missing="omit").result(0) == {}
 
 
 def test_get_many_reads_what_is_on_disk_and_lets_go_of_everything(kit):
     for key in range(5):
         kit.manager.store(key, Thing(key))
     kit.spill(0, 1, 2)
-    future = kit.manager.get_many(range(5))
+    future = kit.manager.batch.get_many(range(5))
     assert not future.done()
     assert kit.manager.statistics().pinned_nbytes == 500
     while kit.engine.restore():
@@ -47,9 +47,9 @@ def test_get_many_of_an_unknown_key(kit):
     kit.manager.store("a", Thing("a"))
     kit.spill("a")
     with pytest.raises(KeyError, match="'b'"):
-        kit.manager.get_many(["a", "b"])
+        kit.manager.batch.get_many(["a", "b"])
     assert kit.manager.statistics().reserved_nbytes == 0
-    future = kit.manager.get_many(["a", "b"], missing="omit")
+    future = kit.manager.batch.get_many(["a", "b"], missing="omit")
     kit.engine.restore()
     assert future.result(0) == {"a": Thing("a")}
 
@@ -58,7 +58,7 @@ def test_get_many_delivers_what_is_deleted_or_overwritten_meanwhile(kit):
     for key in "ab":
         kit.manager.store(key, Thing(key))
     kit.spill()
-    future = kit.manager.get_many("ab")
+    future = kit.manager.batch.get_many("ab")
     kit.manager.discard("a")
     kit.manager.store("b", Thing("new"))
     kit.idle()
@@ -79,7 +79,7 @@ def test_cancelling_get_many_leaves_everything_in_order(when):
         held = Thing("held")
         manager.store("in the way", held, 1000)
         manager.store("could go", Thing(), 500)
-    future = manager.get_many(["a"])
+    future = manager.batch.get_many(["a"])
     if when == "waiting":
         assert manager.statistics().waiting == 1
     if when == "reading":
@@ -105,7 +105,7 @@ def test_cancelling_get_many_leaves_everything_in_order(when):
 def test_what_get_many_delivers_is_not_kept_alive(kit):
     kit.manager.store("a", Thing("a"))
     kit.spill("a")
-    future = kit.manager.get_many(["a"])
+    future = kit.manager.batch.get_many(["a"])
     kit.engine.restore()
     gone = weakref.ref(future.result()["a"])
     del future
@@ -118,19 +118,19 @@ def test_a_set_then_get_many_never_raises_and_a_delete_then_get_many_always_does
         kit.manager.store("a", Thing(start))
         if start == "on disk":
             kit.spill("a")
-        future = kit.manager.get_many(["a"])
+        future = kit.manager.batch.get_many(["a"])
         kit.idle()
         assert future.result(0) == {"a": Thing(start)}
         kit.manager.discard("a")
         with pytest.raises(KeyError):
-            kit.manager.get_many(["a"])
+            kit.manager.batch.get_many(["a"])
 
 
 def test_readers_of_one_value_share_one_read(kit):
     kit.manager.store("a", Thing("a"))
     kit.spill("a")
-    futures = [kit.manager.get_many(["a"]) for _ in range(3)]
-    assert kit.manager.prefetch(["a"]) == 0, "it is on its way"
+    futures = [kit.manager.batch.get_many(["a"]) for _ in range(3)]
+    assert kit.manager.uses.prefetch(["a"]) == 0, "it is on its way"
     while kit.engine.restore():
         pass
     values = [future.result(0)["a"] for future in futures]
@@ -144,7 +144,7 @@ def test_a_failed_read_is_reported_to_all_who_wait_and_can_be_repeated(kit):
 
     kit.manager.store("a", Thing("a"))
     kit.spill("a")
-    futures = [kit.manager.get_many(["a"]) for _ in range(3)]
+    futures = [kit.manager.batch.get_many(["a"]) for _ in range(3)]
     kit.store.hook = hook
     while kit.engine.restore():
         pass
@@ -160,7 +160,7 @@ def test_after_closing(kit):
     manager.store("memory", Thing("memory"))
     manager.store("disk", Thing("disk"))
     kit.spill("disk")
-    pending = manager.get_many(["memory", "disk"])
+    pending = manager.batch.get_many(["memory", "disk"])
     manager.close()
     manager.close()
     assert kit.records() == 0
@@ -171,11 +171,11 @@ def test_after_closing(kit):
     with pytest.raises(ManagerClosed):
         manager.get("disk")
     with pytest.raises(ManagerClosed):
-        manager.get_many(["disk"]).result(0)
-    assert manager.prefetch(["disk"]) == 0
+        manager.batch.get_many(["disk"]).result(0)
+    assert manager.uses.prefetch(["disk"]) == 0
     manager.store("new", Thing("new"))
     assert manager.get("new") == Thing("new")
-    admission = manager.admit("out", ["memory"], 10**9)
+    admission = manager.admission.admit("out", ["memory"], 10**9)
     assert admission.granted
     admission.release()
     for key in list(manager):
@@ -186,27 +186,27 @@ def test_after_closing(kit):
 def test_nothing_is_spilled_or_waited_for_after_closing(kit):
     kit.manager.store("a", Thing())
     kit.manager.close()
-    kit.manager.set_limit(1, None)
-    assert kit.manager.admit("out", (), 10**9).granted
-    kit.manager.evict_all()
+    kit.manager.limits.set_limit(1, None)
+    assert kit.manager.admission.admit("out", (), 10**9).granted
+    kit.manager.limits.evict_all()
     assert kit.manager.is_resident("a")
     assert kit.store.statistics().writes == 0
 
 
 def test_everything_is_evicted_whatever_the_offset():
     kit = Bench(100)
-    kit.manager.set_offset(-1000)
+    kit.manager.limits.set_offset(-1000)
     kit.manager.store("a", Thing())
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     assert not kit.manager.is_resident("a")
-    assert kit.manager.offset == -1000
+    assert kit.manager.limits.offset == -1000
     kit.close()
 
 
 def test_closing_grants_what_waits():
     kit = Bench(100)
     kit.manager.store("a", Thing())
-    waits = kit.manager.admit("out", (), 50)
+    waits = kit.manager.admission.admit("out", (), 50)
     assert not waits.granted
     kit.manager.close()
     assert waits.granted

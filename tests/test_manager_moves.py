@@ -98,7 +98,7 @@ def test_lost_and_overwritten_meanwhile(kit):
 def test_pinned_while_it_is_written_stays(kit):
     pins = []
     kit.manager.store("a", Thing("a"))
-    kit.store.hook = lambda operation, when: pins.append(kit.manager.pin(["a"]))
+    kit.store.hook = lambda operation, when: pins.append(kit.manager.admission.pin(["a"]))
     squeeze(kit)
     assert kit.state("a") is State.CLEAN
     for pin in pins:
@@ -111,7 +111,7 @@ def test_pinned_while_its_write_fails(kit):
     pins = []
 
     def hook(operation, when):
-        pins.append(kit.manager.pin(["a"]))
+        pins.append(kit.manager.admission.pin(["a"]))
         raise StorageFull(28, "full")
 
     kit.manager.store("a", Thing("a"))
@@ -180,14 +180,14 @@ ACTIONS = {
     "overwrite": lambda kit: kit.manager.store("a", Thing("new")),
     "alias": lambda kit: kit.manager.store("b", kit.manager.get("a")),
     "get": lambda kit: kit.manager.get("a"),
-    "get_many": lambda kit: kit.manager.get_many(["a"]),
+    "get_many": lambda kit: kit.manager.batch.get_many(["a"]),
     "peek": lambda kit: kit.manager.peek("a"),
-    "prefetch": lambda kit: kit.manager.prefetch(["a"]),
+    "prefetch": lambda kit: kit.manager.uses.prefetch(["a"]),
     "spill": lambda kit: kit.engine.spill(),
-    "pin": lambda kit: kit.pins.append(kit.manager.pin(["a"])),
+    "pin": lambda kit: kit.pins.append(kit.manager.admission.pin(["a"])),
     "materialize": lambda kit: materialize(kit),
-    "export": lambda kit: kit.futures.append(kit.manager.export(kit.manager.pin(["a"]))),
-    "limit": lambda kit: kit.manager.set_limit(None, None),
+    "export": lambda kit: kit.futures.append(kit.manager.batch.export(kit.manager.admission.pin(["a"]))),
+    "limit": lambda kit: kit.manager.limits.set_limit(None, None),
     "close": lambda kit: kit.manager.close(),
 }
 
@@ -196,8 +196,8 @@ BLOCKING = {"get", "materialize", "alias"}
 
 
 def materialize(kit: Bench) -> Any:
-    with kit.manager.admit(None, ["a"]) as admission:
-        return kit.manager.materialize(admission)
+    with kit.manager.admission.admit(None, ["a"]) as admission:
+        return kit.manager.batch.materialize(admission)
 
 
 @pytest.mark.parametrize("start", ["in memory", "on disk", "clean"])
@@ -215,7 +215,7 @@ def test_anything_between_any_two_steps_of_anything(first, start):
                 kit.spill("a")
             if start == "clean":
                 manager.get("a")
-            manager.set_limit(100, None)
+            manager.limits.set_limit(100, None)
             happened = []
 
             def act(second=second, kit=kit, happened=happened):

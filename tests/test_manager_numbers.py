@@ -26,7 +26,7 @@ def test_everything_is_zero_in_the_end(kit):
     squeeze(kit)
     for kind in list(VALUES)[::2]:
         manager.get(kind)
-    with manager.admit("output", list(VALUES)[::3], 1000):
+    with manager.admission.admit("output", list(VALUES)[::3], 1000):
         manager.store("output", Thing(), 777)
     for key in list(manager):
         manager.discard(key)
@@ -74,7 +74,7 @@ def test_pinned_bytes_are_those_in_memory(kit):
     manager.store("a", Thing(), 100)
     manager.store("b", Thing(), 50)
     kit.spill("b")
-    pins = manager.pin(["a", "b", "unknown"])
+    pins = manager.admission.pin(["a", "b", "unknown"])
     assert manager.statistics().pinned_nbytes == 100
     manager.get("b")
     assert manager.statistics().pinned_nbytes == 150
@@ -86,12 +86,12 @@ def test_hits_misses_and_work_on_the_loop(kit):
     manager = kit.manager
     manager.loop_thread = threading.get_ident()
     manager.store("a", Thing())
-    manager.get("a"), manager.peek("a"), manager.get_many(["a"])
+    manager.get("a"), manager.peek("a"), manager.batch.get_many(["a"])
     stats = manager.statistics()
     assert (stats.hits, stats.misses, stats.loop_io) == (3, 0, 0)
     kit.spill("a")
     assert manager.peek("a") is None
-    future = manager.get_many(["a"])
+    future = manager.batch.get_many(["a"])
     kit.idle()
     assert future.done()
     stats = manager.statistics()
@@ -117,13 +117,13 @@ def test_reading_touches_looking_does_not():
         for key in "ab":
             manager.store(key, Thing(key))
         if use == "get_many":
-            manager.get_many(["a"])
+            manager.batch.get_many(["a"])
         elif use == "materialize":
-            manager.materialize(admission := manager.admit(None, ["a"]))
+            manager.batch.materialize(admission := manager.admission.admit(None, ["a"]))
             admission.release()
         else:
             getattr(manager, use)("a")
-        manager.set_limit(100, None)
+        manager.limits.set_limit(100, None)
         kit.engine.spill_all()
         assert manager.keys_in(Tier.DISK) == (["a"] if use in ("look", "nbytes") else ["b"]), use
         kit.close()
@@ -149,7 +149,7 @@ def test_the_time_that_somebody_waited(awaited):
     kit = Bench(100)
     kit.manager.store("a", Thing())
     kit.store.hook = lambda operation, when: kit.clock.advance(5)
-    admission = kit.manager.admit("out", (), 50)
+    admission = kit.manager.admission.admit("out", (), 50)
     told = []
     if awaited:
         admission.add_done_callback(lambda: told.append(True))
@@ -166,19 +166,19 @@ def test_making_room_evicts_what_is_asked_for_whatever_the_limit(kit):
     manager = kit.manager
     for key in range(5):
         manager.store(key, Thing(key))
-    assert manager.make_room(150) == 200
+    assert manager.limits.make_room(150) == 200
     assert manager.keys_in(Tier.DISK) == [0, 1]
     manager.get(0), manager.get(1)
     writes = kit.store.statistics().writes
-    assert manager.make_room(1) == 100
+    assert manager.limits.make_room(1) == 100
     manager.validate()
     assert kit.store.statistics().writes == writes + 1
     held = [manager.get(key) for key in range(5)]
-    assert manager.make_room(100) == 0, "everything is in use"
+    assert manager.limits.make_room(100) == 0, "everything is in use"
     held.clear()
-    with manager.pin(range(5)):
-        assert manager.make_room(100) == 0
-    assert manager.make_room(10_000) == 500
+    with manager.admission.pin(range(5)):
+        assert manager.limits.make_room(100) == 0
+    assert manager.limits.make_room(10_000) == 500
     assert manager.memory_total() == 0
 
 
@@ -188,6 +188,6 @@ def test_making_room_when_nothing_can_be_written(kit):
 
     kit.manager.store("a", Thing())
     kit.store.hook = hook
-    assert kit.manager.make_room(100) == 0
+    assert kit.manager.limits.make_room(100) == 0
     kit.manager.validate()
     assert kit.state("a") is State.RESIDENT

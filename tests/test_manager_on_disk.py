@@ -39,7 +39,7 @@ def test_it_is_on_disk_and_comes_back_as_any_other(kit):
     assert (statistics.spills, statistics.spilled_total_nbytes) == (1, 300)
     record = kit.store.statistics().nbytes
     assert statistics.disk_nbytes == statistics.written_nbytes == statistics.raw_nbytes == record
-    encoded = kit.manager.fetch("a")
+    encoded = kit.manager.batch.fetch("a")
     assert bytes(encoded.frames[0]) == b"\x01" * 300
     assert kit.manager.get("a") == Thing(1)
     assert kit.state("a") is State.CLEAN
@@ -144,9 +144,9 @@ def test_what_is_on_its_way_counts_against_the_quota():
             assert disk(kit) == (0, 701)
             with pytest.raises(QuotaExceeded):
                 kit.manager.store_on_disk("b", b"", [bytes(300)], 300)
-            kit.manager.set_limit(0, 1000)
+            kit.manager.limits.set_limit(0, 1000)
             kit.engine.spill_all()
-            kit.manager.set_limit(None, 1000)
+            kit.manager.limits.set_limit(None, 1000)
             assert kit.state("a") is State.RESIDENT
             failures.append(kit.manager.statistics().spill_failures)
 
@@ -193,23 +193,23 @@ def test_closed_meanwhile(kit, when):
 def test_room_now_or_not_at_all():
     with bench(limit=1000) as kit:
         kit.manager.store("a", bytearray(600), 600)
-        room = kit.manager.reserve_now(400, Kind.TASK)
+        room = kit.manager.admission.reserve_now(400, Kind.TASK)
         assert room.granted
         assert not room.overrun
-        assert kit.manager.reserve_now(1, Kind.TASK) is None
+        assert kit.manager.admission.reserve_now(1, Kind.TASK) is None
         assert kit.manager.statistics().waiting == kit.manager.statistics().overruns == 0
         room.release()
         # It takes no room from those who wait, and does not wait behind them.
-        waiting = kit.manager.reserve(500, Kind.TASK)
+        waiting = kit.manager.admission.reserve(500, Kind.TASK)
         assert not waiting.granted
-        assert kit.manager.reserve_now(1, Kind.TASK) is None
+        assert kit.manager.admission.reserve_now(1, Kind.TASK) is None
         waiting.release()
         # Where there is a clean copy, there is room; where somebody would have to write, there is none.
-        assert kit.manager.reserve_now(500, Kind.TASK) is None
+        assert kit.manager.admission.reserve_now(500, Kind.TASK) is None
         assert kit.state("a") is State.RESIDENT
         kit.spill("a")
         kit.manager.get("a")
-        with kit.manager.reserve_now(500, Kind.TASK, outputs={"b": 500}) as room:
+        with kit.manager.admission.reserve_now(500, Kind.TASK, outputs={"b": 500}) as room:
             assert kit.state("a") is State.SPILLED
             kit.manager.store("b", bytearray(500), 500)
             assert kit.manager.statistics().reserved_nbytes == 0

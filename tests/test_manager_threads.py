@@ -64,7 +64,7 @@ class Kit:
         manual, self.store.manual = self.store.manual, frozenset()
         if key not in self.manager:
             self.manager.store(key, Value(key))
-        self.manager.evict_all()
+        self.manager.limits.evict_all()
         assert not self.manager.is_resident(key)
         self.store.manual = manual
         self.reaped()
@@ -89,7 +89,7 @@ class Kit:
 
     def reaped(self) -> None:
         """Wait until values that were to be let go are, and records that were to be deleted."""
-        for give in self.manager._engine.reap, self.manager._engine.delete:
+        for give in self.manager.engine.reap, self.manager.engine.delete:
             done = threading.Event()
             give(done.set)
             assert done.wait(TIMEOUT)
@@ -132,11 +132,11 @@ def test_a_second_reader_waits_and_gets_the_same_object(kit):
     first = kit.start(kit.manager.get, "a")
     (read,) = kit.store.wait_for("read")
     others = [kit.start(kit.manager.get, "a") for _ in range(3)]
-    many = kit.manager.get_many(["a"])
+    many = kit.manager.batch.get_many(["a"])
     proxy = kit.start(kit.manager.proxy("a").resolve)
-    assert kit.manager.prefetch(["a"]) == 0
-    with kit.manager.admit(None, ["a"]) as admission:
-        inputs = kit.start(kit.manager.materialize, admission)
+    assert kit.manager.uses.prefetch(["a"]) == 0
+    with kit.manager.admission.admit(None, ["a"]) as admission:
+        inputs = kit.start(kit.manager.batch.materialize, admission)
         kit.manager.validate()
         read.let_go()
         value = first.result(TIMEOUT)
@@ -158,7 +158,7 @@ def test_a_read_that_fails_reaches_all_who_wait(kit, error, raised, state):
     kit.on_disk("a")
     first = kit.start(kit.manager.get, "a")
     kit.store.wait_for("read")
-    many = kit.manager.get_many(["a"])
+    many = kit.manager.batch.get_many(["a"])
     other = kit.start(kit.manager.get, "a")
     while not (first.done() and many.done() and other.done()):
         if kit.store.waiting("read"):
@@ -191,21 +191,21 @@ def test_a_deserialiser_that_raises_what_is_no_error_ends_no_thread_and_all_are_
     manager.store("good", Value("good"))
     kit.store.let_all_go()
     if not encoded:
-        manager.evict_all()
+        manager.limits.evict_all()
     for key in keys:
-        assert manager.prefetch([key]) == (not encoded)
+        assert manager.uses.prefetch([key]) == (not encoded)
         for raises in (
             kit.start(manager.get, key),
-            manager.get_many([key, "good"]),
-            kit.start(manager.materialize, manager.admit(None, [key, "good"])),
-            manager.materialize_later(manager.admit(None, [key, "good"])),
-            manager.decode(Encoded(*PickleSerializer().dumps(Deadly(error)), nbytes=100)),
+            manager.batch.get_many([key, "good"]),
+            kit.start(manager.batch.materialize, manager.admission.admit(None, [key, "good"])),
+            manager.batch.materialize_later(manager.admission.admit(None, [key, "good"])),
+            manager.batch.decode(Encoded(*PickleSerializer().dumps(Deadly(error)), nbytes=100)),
         ):
             with pytest.raises(ReadInterrupted, match="deadly") as raised:
                 raises.result(TIMEOUT)
             assert isinstance(raised.value.__cause__, DEADLY[error])
         assert kit.state(key) is (State.RESIDENT if encoded else State.SPILLED)
-    assert manager.get_many(["good"]).result(TIMEOUT)["good"].content == "good"
+    assert manager.batch.get_many(["good"]).result(TIMEOUT)["good"].content == "good"
 
 
 @pytest.mark.fault("value's code raises anything", on="host→disk", outcome="stays in memory")
@@ -218,7 +218,7 @@ def test_a_serialiser_that_raises_what_is_no_error_ends_no_thread(kit, error):
     kit.manager.store("worse", Worse(0))
     kit.manager.store("good", Value("good"))
     kit.store.let_all_go()
-    kit.manager.set_limit(0, None)
+    kit.manager.limits.set_limit(0, None)
     kit.wrote()
     assert kit.state("good") is State.SPILLED
     assert kit.state("worse") is State.RESIDENT
@@ -239,7 +239,7 @@ def test_finding_what_a_value_keeps_alive_may_raise_anything(error):
         kit.on_disk("a")
         back.append(True)
         kit.store.let_all_go()
-        for future in kit.start(kit.manager.get, "a"), kit.manager.get_many(["a"]):
+        for future in kit.start(kit.manager.get, "a"), kit.manager.batch.get_many(["a"]):
             with pytest.raises(ReadInterrupted if error in DEADLY else ValueError):
                 future.result(TIMEOUT)
         back.clear()
@@ -258,12 +258,12 @@ def test_without_any_thread_the_callers_spill_and_restore(kit, monkeypatch, capl
         kit.store.let_all_go()
         for key in "abc":
             kit.manager.store(key, Value(key))
-        kit.manager.set_limit(150, None)
+        kit.manager.limits.set_limit(150, None)
         assert sorted(map(str, map(kit.state, "abc"))) == ["State.RESIDENT", "State.SPILLED", "State.SPILLED"]
-        admission = kit.manager.admit("out", ["a", "b"], 50)
+        admission = kit.manager.admission.admit("out", ["a", "b"], 50)
         assert admission.granted
         admission.release()
-        values = kit.manager.get_many("abc").result(0)
+        values = kit.manager.batch.get_many("abc").result(0)
         assert [values[key].content for key in "abc"] == list("abc")
         del values
         kit.manager.validate()
@@ -276,11 +276,11 @@ def test_reading_a_value_while_it_is_written_does_not_wait(kit):
     value = Value("a")
     kit.manager.store("a", value)
     del value
-    kit.manager.set_limit(0, None)
+    kit.manager.limits.set_limit(0, None)
     (write,) = kit.store.wait_for("write")
     assert kit.state("a") is State.SPILLING
     value = kit.manager.get("a")
-    assert kit.manager.get_many(["a"]).result(0)["a"] is value
+    assert kit.manager.batch.get_many(["a"]).result(0)["a"] is value
     write.let_go()
     kit.wrote()
     assert kit.manager.get("a") is value, "it was taken up meanwhile"
@@ -290,11 +290,11 @@ def test_reading_a_value_while_it_is_written_does_not_wait(kit):
 @pytest.mark.parametrize("then", ["nothing", "store", "store and get"])
 def test_deleting_a_value_while_it_is_written_leaves_no_record(kit, then):
     kit.manager.store("a", Value("a"))
-    kit.manager.set_limit(0, None)
+    kit.manager.limits.set_limit(0, None)
     (write,) = kit.store.wait_for("write")
     kit.manager.discard("a")
     assert "a" not in kit.manager
-    kit.manager.set_limit(None, None)
+    kit.manager.limits.set_limit(None, None)
     if then != "nothing":
         kit.manager.store("a", Value("new"))
     write.let_go()
@@ -346,19 +346,19 @@ def test_two_different_keys_are_read_side_by_side(kit):
 def test_reads_do_not_wait_for_writes(kit):
     kit.on_disk("a")
     kit.manager.store("b", Value("b"))
-    kit.manager.set_limit(0, None)
+    kit.manager.limits.set_limit(0, None)
     kit.store.wait_for("write")
     kit.store.manual = frozenset({"write"})
     assert kit.manager.get("a").content == "a"
-    assert kit.manager.get_many(["a", "b"]).result(TIMEOUT).keys() == {"a", "b"}
+    assert kit.manager.batch.get_many(["a", "b"]).result(TIMEOUT).keys() == {"a", "b"}
 
 
 def test_a_task_reads_its_inputs_side_by_side(kit):
     """One in its own thread, the others on the restore threads."""
     for key in "abc":
         kit.on_disk(key)
-    with kit.manager.admit(None, "abc") as admission:
-        inputs = kit.start(kit.manager.materialize, admission)
+    with kit.manager.admission.admit(None, "abc") as admission:
+        inputs = kit.start(kit.manager.batch.materialize, admission)
         reads = kit.store.wait_for("read", 3)
         assert sorted(read.thread.rstrip("_-0123456789") for read in reads) == [
             "gpuspill-restore",
@@ -375,7 +375,7 @@ def test_no_value_is_written_twice(spill_threads):
     kit = Kit(spill_threads=spill_threads)
     for key in "abcde":
         kit.manager.store(key, Value(key))
-    kit.manager.set_limit(0, None)
+    kit.manager.limits.set_limit(0, None)
     for _ in range(5):
         kit.store.wait_for("write")[0].let_go()
         kit.wrote()
@@ -392,7 +392,7 @@ def closing(kit: Kit) -> Iterator[None]:
     """Close while the block runs; it has to let go what is held up."""
     thread = threading.Thread(target=kit.manager.close)
     closed = threading.Event()
-    engine = kit.manager._engine
+    engine = kit.manager.engine
     close = engine.close
 
     def told(timeout: float = 0.0) -> None:
@@ -411,7 +411,7 @@ def closing(kit: Kit) -> Iterator[None]:
 def test_closing_while_a_value_is_written(kit):
     kit.store.manual = {"write"}
     kit.manager.store("a", Value("a"))
-    kit.manager.set_limit(0, None)
+    kit.manager.limits.set_limit(0, None)
     (write,) = kit.store.wait_for("write")
     with closing(kit):
         assert kit.manager.get("a").content == "a"
@@ -434,10 +434,10 @@ def test_closing_answers_all_whose_reads_have_not_begun(kit):
     """More reads than threads: those that are queued must not be dropped in silence."""
     for key in "abcdef":
         kit.on_disk(key)
-    many = kit.manager.get_many("abcdef")
-    alone = kit.manager.get_many("f")
+    many = kit.manager.batch.get_many("abcdef")
+    alone = kit.manager.batch.get_many("f")
     kit.store.wait_for("read", 2)
-    waiting = kit.manager.get_many("e")
+    waiting = kit.manager.batch.get_many("e")
     with closing(kit):
         kit.store.let_all_go()
     for future in many, alone, waiting:
@@ -450,8 +450,8 @@ def test_closing_answers_all_whose_reads_have_not_begun(kit):
 def test_closing_while_a_value_is_sent(kit):
     for key in "abc":
         kit.on_disk(key)
-    pins = kit.manager.pin("abc")
-    sent = [kit.manager.export(pins) for _ in range(4)]
+    pins = kit.manager.admission.pin("abc")
+    sent = [kit.manager.batch.export(pins) for _ in range(4)]
     kit.store.wait_for("read", 2)
     with closing(kit):
         kit.store.let_all_go()
@@ -463,8 +463,8 @@ def test_closing_while_a_value_is_sent(kit):
 
 def test_closing_lets_those_go_who_wait_for_room(kit):
     kit.manager.store("a", Value("a"))
-    kit.manager.set_limit(100, None)
-    admission = kit.manager.admit("out", (), 50)
+    kit.manager.limits.set_limit(100, None)
+    admission = kit.manager.admission.admit("out", (), 50)
     waiting = kit.start(admission.wait)
     kit.store.wait_for("write")
     assert not waiting.done()
@@ -479,8 +479,8 @@ def test_closing_lets_those_go_who_wait_for_room(kit):
 
 def test_a_task_waits_while_something_can_make_room_and_no_longer(kit):
     kit.manager.store("a", Value("a"))
-    kit.manager.set_limit(100, None)
-    admission = kit.manager.admit("out", (), 50)
+    kit.manager.limits.set_limit(100, None)
+    admission = kit.manager.admission.admit("out", (), 50)
     (write,) = kit.store.wait_for("write")
     assert not admission.granted
     assert not admission.wait(0)
@@ -499,8 +499,8 @@ def test_a_task_waits_while_something_can_make_room_and_no_longer(kit):
 @pytest.mark.parametrize("error", [StorageFull(28, "full"), TypeError("cannot be written")])
 def test_when_nothing_can_make_room_a_task_is_let_go_and_that_is_counted(kit, error):
     kit.manager.store("a", Value("a"))
-    kit.manager.set_limit(100, None)
-    admission = kit.manager.admit("out", (), 50)
+    kit.manager.limits.set_limit(100, None)
+    admission = kit.manager.admission.admit("out", (), 50)
     kit.store.wait_for("write")[0].let_go(error)
     assert admission.wait(TIMEOUT)
     assert admission.overrun
@@ -512,14 +512,14 @@ def test_when_nothing_can_make_room_a_task_is_let_go_and_that_is_counted(kit, er
 def test_two_tasks_that_pin_everything_do_not_wait_for_each_other(kit):
     for key in "ab":
         kit.on_disk(key)
-    kit.manager.set_limit(100, None)
-    first = kit.manager.admit("x", "ab", 100)
-    second = kit.manager.admit("y", "ba", 100)
+    kit.manager.limits.set_limit(100, None)
+    first = kit.manager.admission.admit("x", "ab", 100)
+    second = kit.manager.admission.admit("y", "ba", 100)
     assert first.wait(TIMEOUT)
     assert second.wait(TIMEOUT)
     assert first.overrun
     assert second.overrun
-    results = [kit.start(kit.manager.materialize, admission) for admission in (first, second)]
+    results = [kit.start(kit.manager.batch.materialize, admission) for admission in (first, second)]
     kit.store.wait_for("read", 2)
     kit.store.let_all_go()
     one, other = (result.result(TIMEOUT) for result in results)
@@ -532,9 +532,9 @@ def test_two_tasks_that_pin_everything_do_not_wait_for_each_other(kit):
 @pytest.mark.parametrize("how", ["release", "exit", "twice", "another thread"])
 def test_giving_up_ends_the_wait_and_leaves_the_line(kit, how):
     kit.manager.store("a", Value("a"))
-    kit.manager.set_limit(100, None)
-    first = kit.manager.admit("x", (), 80)
-    second = kit.manager.admit("y", (), 90)
+    kit.manager.limits.set_limit(100, None)
+    first = kit.manager.admission.admit("x", (), 80)
+    second = kit.manager.admission.admit("y", (), 90)
     kit.store.wait_for("write")
     waiting = kit.start(first.wait)
     called = threading.Event()
@@ -562,8 +562,8 @@ def test_giving_up_ends_the_wait_and_leaves_the_line(kit, how):
 def test_the_output_of_a_waiting_task_may_come_from_elsewhere(kit):
     """It must not be forgotten in the line, nor granted twice."""
     kit.manager.store("a", Value("a"))
-    kit.manager.set_limit(100, None)
-    admission = kit.manager.admit("out", (), 50)
+    kit.manager.limits.set_limit(100, None)
+    admission = kit.manager.admission.admit("out", (), 50)
     kit.store.wait_for("write")
     kit.manager.store("out", Value("out", 50))
     kit.manager.validate()
@@ -577,8 +577,8 @@ def test_the_output_of_a_waiting_task_may_come_from_elsewhere(kit):
 
 def test_a_callback_that_raises_stops_nobody(kit, caplog):
     kit.manager.store("a", Value("a"))
-    kit.manager.set_limit(100, None)
-    admissions = [kit.manager.admit(n, (), 10) for n in range(3)]
+    kit.manager.limits.set_limit(100, None)
+    admissions = [kit.manager.admission.admit(n, (), 10) for n in range(3)]
 
     def fail() -> None:
         raise RuntimeError("some bug")
@@ -591,13 +591,13 @@ def test_a_callback_that_raises_stops_nobody(kit, caplog):
         admission.release()
     assert "some bug" in caplog.text
     kit.manager.store("b", Value("b", 500))
-    kit.manager.evict_all()
+    kit.manager.limits.evict_all()
     assert not kit.manager.is_resident("b")
 
 
 def test_tasks_come_first_then_transfers_each_in_their_order(kit):
     kit.manager.store("a", Value("a", 1000))
-    kit.manager.set_limit(1000, None)
+    kit.manager.limits.set_limit(1000, None)
     order: list[str] = []
     told = threading.Semaphore(0)
 
@@ -608,7 +608,7 @@ def test_tasks_come_first_then_transfers_each_in_their_order(kit):
     admissions = []
     for name in ("transfer 1", "task 1", "transfer 2", "task 2"):
         kind = Kind.TASK if name.startswith("task") else Kind.TRANSFER
-        admission = kit.manager.admit(None, (), 100, kind=kind)
+        admission = kit.manager.admission.admit(None, (), 100, kind=kind)
         admission.add_done_callback(lambda name=name: tell(name))
         admissions.append(admission)
     kit.store.wait_for("write")
@@ -624,8 +624,8 @@ def test_tasks_come_first_then_transfers_each_in_their_order(kit):
 def test_get_many_waits_for_room_and_gives_up_when_cancelled(kit):
     kit.on_disk("a")
     kit.manager.store("b", Value("b"))
-    kit.manager.set_limit(150, None)
-    cancelled, other = kit.manager.get_many(["a"]), kit.manager.get_many(["a"])
+    kit.manager.limits.set_limit(150, None)
+    cancelled, other = kit.manager.batch.get_many(["a"]), kit.manager.batch.get_many(["a"])
     (write,) = kit.store.wait_for("write")
     assert not kit.store.waiting("read"), "it waits for room before it reads"
     assert cancelled.cancel()
@@ -639,8 +639,8 @@ def test_get_many_waits_for_room_and_gives_up_when_cancelled(kit):
 def test_those_who_wait_get_room_by_a_deletion(kit):
     kit.manager.store("a", Value("a"))
     kit.manager.store("b", Value("b"))
-    kit.manager.set_limit(200, None)
-    admission = kit.manager.admit("out", (), 50)
+    kit.manager.limits.set_limit(200, None)
+    admission = kit.manager.admission.admit("out", (), 50)
     kit.store.wait_for("write")
     kit.manager.discard("b" if kit.state("b") is not State.SPILLING else "a")
     assert admission.granted
@@ -683,25 +683,25 @@ def storm(manager: ProxifyManager, *, threads: int, rounds: int, seed: int, slow
                     case 4 | 5:
                         check(key, manager.get(key))
                     case 6:
-                        for name, value in manager.get_many([key, other], missing="omit").result(TIMEOUT).items():
+                        for name, value in manager.batch.get_many([key, other], missing="omit").result(TIMEOUT).items():
                             check(name, value)
                     case 7:
-                        with manager.admit(key, [key, other], 800) as admission:
+                        with manager.admission.admit(key, [key, other], 800) as admission:
                             if not admission.wait(TIMEOUT):
                                 wrong.append("waits for ever")
-                            for name, value in manager.materialize(admission).items():
+                            for name, value in manager.batch.materialize(admission).items():
                                 check(name, value)
                     case 8:
-                        future = manager.get_many([key, other], missing="omit")
+                        future = manager.batch.get_many([key, other], missing="omit")
                         future.cancel()
                     case 9:
-                        manager.prefetch([key, other])
-                        manager.set_offset(chance.choice([0, 0, 1000, -1000]))
-                        manager.expect_uses([key], (chance.random(),), number)
-                        manager.drop_uses([other], number)
+                        manager.uses.prefetch([key, other])
+                        manager.limits.set_offset(chance.choice([0, 0, 1000, -1000]))
+                        manager.uses.expect([key], (chance.random(),), number)
+                        manager.uses.drop([other], number)
                     case 10:
-                        with manager.pin([key, other]) as pins:
-                            manager.export(pins).result(TIMEOUT)
+                        with manager.admission.pin([key, other]) as pins:
+                            manager.batch.export(pins).result(TIMEOUT)
                         manager.validate()
             except (KeyError, StorageError):
                 pass  # deleted by another thread; a disk that fails now and then
@@ -743,7 +743,7 @@ def test_everything_at_once(seed, options):
         limit=5000, store=store, serializer=PickleSerializer(), sizeof=lambda value: value.nbytes, **options
     )
     wrong = storm(manager, threads=8, rounds=250, seed=seed, slow=lambda: None)
-    manager.set_offset(0)
+    manager.limits.set_offset(0)
     assert wrong == []
     manager.validate()
     stats = manager.statistics()
@@ -751,10 +751,10 @@ def test_everything_at_once(seed, options):
     assert (stats.pinned_nbytes, stats.reserved_nbytes, stats.waiting, stats.lost) == (0, 0, 0, 0)
     for key in list(manager):
         manager.discard(key)
-    manager.evict_all()
+    manager.limits.evict_all()
     assert manager.memory_total() == 0
     done = threading.Event()
-    manager._engine.delete(done.set)
+    manager.engine.delete(done.set)
     assert done.wait(TIMEOUT)
     stats = manager.statistics()
     assert (stats.values, stats.disk_nbytes, stats.spilled_nbytes) == (0, 0, 0)
@@ -766,7 +766,7 @@ def test_finalisers_that_use_the_store(kit):
     """The garbage collector may run somebody's finaliser in the middle of anything, also with the lock held."""
     manager = kit.manager
     kit.store.let_all_go()
-    manager.set_limit(500, None)
+    manager.limits.set_limit(500, None)
     used = []
 
     class Trash:
@@ -786,7 +786,7 @@ def test_finalisers_that_use_the_store(kit):
             manager.store("a", Value("a"))
             if n % 3 == 0:
                 manager.get((n + 4) % 7 if (n + 4) % 7 in manager else "a")
-            with manager.admit(None, ["a"], 10):
+            with manager.admission.admit(None, ["a"], 10):
                 Trash()
             manager.discard(n % 7)
     finally:
@@ -803,8 +803,8 @@ def stuck(kit: Kit) -> None:
     """Keep both restore threads busy with reading for others."""
     for key in "xy":
         kit.on_disk(key)
-    pins = kit.manager.pin("xy")
-    kit.manager.export(pins).add_done_callback(lambda _: pins.release())
+    pins = kit.manager.admission.pin("xy")
+    kit.manager.batch.export(pins).add_done_callback(lambda _: pins.release())
     kit.store.wait_for("read", 2)
 
 
@@ -830,16 +830,16 @@ def test_who_needs_a_value_takes_over_the_read_that_waits_for_a_thread(kit, ahea
     stuck(kit)
     many = None
     if ahead:
-        assert kit.manager.prefetch("abcd") == 4
+        assert kit.manager.uses.prefetch("abcd") == 4
     else:
-        many = kit.manager.get_many("abcd")
+        many = kit.manager.batch.get_many("abcd")
     if how == "get":
         read = kit.start(kit.manager.get, "a")
         let_own_reads_go(kit, 1)
         assert read.result(TIMEOUT).content == "a"
     else:
-        with kit.manager.admit(None, "abcd") as admission:
-            task = kit.start(kit.manager.materialize, admission)
+        with kit.manager.admission.admit(None, "abcd") as admission:
+            task = kit.start(kit.manager.batch.materialize, admission)
             let_own_reads_go(kit, 4)
             value = task.result(TIMEOUT)
         assert {key: found.content for key, found in value.items()} == {key: key for key in "abcd"}
@@ -847,7 +847,7 @@ def test_who_needs_a_value_takes_over_the_read_that_waits_for_a_thread(kit, ahea
         assert kit.store.waiting("read") == 2, "it was done while the restore threads are still busy"
     kit.manager.validate()
     kit.store.let_all_go()
-    assert set(kit.manager.get_many("abcd").result(TIMEOUT)) == set("abcd")
+    assert set(kit.manager.batch.get_many("abcd").result(TIMEOUT)) == set("abcd")
     assert kit.manager.statistics().restores == 4, "what was taken over is not read once more"
 
 
@@ -866,19 +866,19 @@ def test_restore_threads_read_for_tasks_first_then_what_is_sent_then_ahead():
                 return value
 
         kit.manager._decoder._serializer = Loader()
-        first = kit.manager.get_many(["first"])
+        first = kit.manager.batch.get_many(["first"])
         (busy,) = kit.store.wait_for("read")
-        assert kit.manager.prefetch(keys[:2]) == 2
-        sent = kit.manager.get_many(keys[2:4])
-        with kit.manager.admit(None, keys[4:]) as admission:
-            task = kit.manager.materialize_later(admission)
-            with kit.manager.pin(keys[1:2]) as pins:
-                moved_up = kit.manager.export(pins)
+        assert kit.manager.uses.prefetch(keys[:2]) == 2
+        sent = kit.manager.batch.get_many(keys[2:4])
+        with kit.manager.admission.admit(None, keys[4:]) as admission:
+            task = kit.manager.batch.materialize_later(admission)
+            with kit.manager.admission.pin(keys[1:2]) as pins:
+                moved_up = kit.manager.batch.export(pins)
                 kit.store.let_all_go()
                 busy.let_go()
                 for future in first, sent, task, moved_up:
                     future.result(TIMEOUT)
-        both(kit.manager.get_many(keys))
+        both(kit.manager.batch.get_many(keys))
         assert order == ["first", "task 0", "task 1", "sent 0", "sent 1", "ahead 1", "ahead 0"]
     finally:
         kit.close()
@@ -908,7 +908,7 @@ def test_a_deserialiser_that_reads_a_value_which_waits_for_its_own_thread():
         kit.manager.store("reads it", Reading("reads a"))
         kit.on_disk("reads it")
         kit.store.let_all_go()
-        many = kit.manager.get_many(["reads it", "reads a", "a"]).result(TIMEOUT)
+        many = kit.manager.batch.get_many(["reads it", "reads a", "a"]).result(TIMEOUT)
         assert many["reads it"].found is many["reads a"]
         assert many["reads a"].found is many["a"]
     finally:
@@ -926,7 +926,7 @@ def test_values_go_with_a_closed_manager_and_not_with_the_next_collection(used):
         kit.manager.store("a", Value("a"))
         if used != "not":
             kit.on_disk("a")
-            kit.manager.get_many(["a"]).result(TIMEOUT)
+            kit.manager.batch.get_many(["a"]).result(TIMEOUT)
             kit.reaped()
         gone = weakref.ref(kit.manager.get("a"))
         kit.close()

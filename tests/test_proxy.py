@@ -149,7 +149,7 @@ def test_it_stands_for_what_the_key_held_then(kit):
 def test_a_pin_keeps_what_it_stands_for(kit):
     kit.manager.store("a", ["old"])
     proxy = kit.manager.proxy("a")
-    with kit.manager.pin(["a"]):
+    with kit.manager.admission.pin(["a"]):
         kit.manager.discard("a")
         assert proxy.resolve() == ["old"]
     with pytest.raises(KeyError):

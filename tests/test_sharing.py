@@ -90,11 +90,11 @@ def test_memory_goes_when_the_last_that_looks_at_it_goes(kit):
 def test_the_base_is_no_victim_while_a_view_is_in_memory(kit):
     kit.manager.store("x", base())
     kit.manager.store("v", kit.manager.get("x")[5:])
-    with kit.manager.pin(["v"]):
+    with kit.manager.admission.pin(["v"]):
         assert kit.manager.statistics().pinned_nbytes == NBYTES + VIEW_NBYTES
-        kit.manager.set_limit(0, None)
+        kit.manager.limits.set_limit(0, None)
         kit.engine.spill_all()
-        kit.manager.set_limit(None, None)
+        kit.manager.limits.set_limit(None, None)
         assert kit.state("x") is State.RESIDENT
     kit.spill("x", "v")
     assert kit.manager.memory_total() == 0
@@ -106,9 +106,9 @@ def test_views_of_an_evicted_base_bring_it_back(kit, unsure):
     kit.manager.store("x", base())
     x = kit.manager.get("x")
     while kit.manager.is_resident("x"):
-        kit.manager.set_limit(0, None)
+        kit.manager.limits.set_limit(0, None)
         kit.engine.spill_all()
-        kit.manager.set_limit(None, None)
+        kit.manager.limits.set_limit(None, None)
         kit.clock.advance(1)
     kit.manager.store("v", x[5:])
     assert kit.manager.get("x") is x
@@ -118,10 +118,10 @@ def test_views_of_an_evicted_base_bring_it_back(kit, unsure):
 def test_only_as_much_is_evicted_as_is_needed(kit):
     for i in range(4):
         kit.manager.store(i, base()[:-1])
-    kit.manager.set_limit(3 * (NBYTES + VIEW_NBYTES), None)
+    kit.manager.limits.set_limit(3 * (NBYTES + VIEW_NBYTES), None)
     kit.engine.spill_all()
     assert [kit.manager.is_resident(i) for i in range(4)] == [False, True, True, True]
-    with kit.manager.reserve(NBYTES) as room:
+    with kit.manager.admission.reserve(NBYTES) as room:
         kit.engine.spill_all()
         assert room.granted
         assert not room.overrun
@@ -137,8 +137,8 @@ def test_who_waits_for_room_gets_that_of_the_base(kit):
         kit.manager.get(i)
     for i in range(2, 4):
         kit.manager.store(i, kit.manager.get("x")[i:][:10])
-    kit.manager.set_limit(NBYTES + 1000, None)
-    with kit.manager.reserve(NBYTES) as room:
+    kit.manager.limits.set_limit(NBYTES + 1000, None)
+    with kit.manager.admission.reserve(NBYTES) as room:
         assert not room.granted
         kit.engine.spill_all()
         assert room.granted
@@ -222,7 +222,7 @@ def test_a_container_that_came_as_bytes(kit):
     header, frames = DaskSerializer().dumps([base(), base()])
     kit.manager.store_encoded("c", Encoded(header, [memoryview(bytearray(frame)) for frame in frames], 2 * NBYTES))
     assert kit.manager.memory_total() == 2 * NBYTES
-    with kit.manager.pin(["c"]):
+    with kit.manager.admission.pin(["c"]):
         kit.manager.store("x", kit.manager.get("c")[0])
         assert kit.manager.memory_total() == 2 * NBYTES + VIEW_NBYTES
         assert kit.manager.statistics().pinned_nbytes == 2 * NBYTES + VIEW_NBYTES
@@ -232,9 +232,9 @@ def test_an_evicted_view_that_is_alive_is_charged_for_its_base_again(kit, unsure
     view = base()[1:]
     kit.manager.store("v", view)
     while kit.manager.is_resident("v"):
-        kit.manager.set_limit(0, None)
+        kit.manager.limits.set_limit(0, None)
         kit.engine.spill_all()
-        kit.manager.set_limit(None, None)
+        kit.manager.limits.set_limit(None, None)
         kit.clock.advance(1)
     assert kit.manager.memory_total() == 0
     kit.manager.store("w", view)
@@ -282,11 +282,11 @@ def test_in_the_middle_of_writing_a_view(kit, meanwhile, at, keyed):
             assert manager.memory_total() >= NBYTES
 
     kit.store.hook = hook
-    manager.set_limit(0, None)
+    manager.limits.set_limit(0, None)
     kit.engine.spill_all()
     kit.engine.reap_all()
     manager.validate()
-    manager.set_limit(None, None)
+    manager.limits.set_limit(None, None)
     kit.idle()
     assert manager.memory_total() == 0
     expected = {"x": base(), "v": base()[2:], "w": base()[5:]}
@@ -316,9 +316,9 @@ def test_in_the_middle_of_reading_a_container(kit, meanwhile):
         elif meanwhile == "the base again":
             manager.store("b", base())
         elif meanwhile == "evicted":
-            manager.set_limit(0, None)
+            manager.limits.set_limit(0, None)
             kit.engine.spill_all()
-            manager.set_limit(None, None)
+            manager.limits.set_limit(None, None)
         manager.validate()
 
     kit.store.hook = hook
@@ -347,18 +347,18 @@ def test_the_record_of_a_deleted_key_goes_although_a_view_stays(kit, when):
 
     def view():
         kit.store.hook = lambda operation, at: None
-        manager.set_limit(None, None)
+        manager.limits.set_limit(None, None)
         manager.store("v", manager.look("x")[5:])
         manager.discard("x")
 
     if when == "while it is written":
         kit.store.hook = lambda operation, at: view() if at == "after" else None
-        kit.manager.set_limit(0, None)
+        kit.manager.limits.set_limit(0, None)
         kit.engine.spill()
     else:
         kit.spill("x")
         assert kit.records() == 1
-        pins = manager.pin(["x"]) if when == "while it is pinned" else None
+        pins = manager.admission.pin(["x"]) if when == "while it is pinned" else None
         value = manager.get("x")
         manager.store("v", value[5:])
         manager.discard("x")

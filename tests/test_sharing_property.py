@@ -138,7 +138,7 @@ class Host(RuleBasedStateMachine):
 
     @rule(keys=st.lists(KEYS))
     def pin(self, keys):
-        self.pins.append(self.kit.manager.pin(keys))
+        self.pins.append(self.kit.manager.admission.pin(keys))
 
     @rule()
     def unpin(self):
@@ -148,9 +148,9 @@ class Host(RuleBasedStateMachine):
     @rule(limit=st.sampled_from([0, -1, 3000]))
     def spill(self, limit):
         self.kit.clock.advance(1)
-        self.kit.manager.set_limit(limit, None)
+        self.kit.manager.limits.set_limit(limit, None)
         self.kit.engine.spill_all()
-        self.kit.manager.set_limit(self.limit, None)
+        self.kit.manager.limits.set_limit(self.limit, None)
 
     def compare(self, key):
         expected, writeable = self.model[key]

@@ -71,21 +71,21 @@ def test_a_write_that_hangs_is_not_waited_for(make, caplog):
     manager.store("a", Thing("a"))
     manager.store("b", Thing("b"))
     kit.store.wait_for("write")
-    admission = manager.admit("c", [], 100)
+    admission = manager.admission.admit("c", [], 100)
     kit.clock.advance(60)
-    manager.notice_stalls()
+    manager.stalls.notice()
     assert not admission.granted
     assert not caplog.records
     kit.clock.advance(1)
-    manager.notice_stalls()
+    manager.stalls.notice()
     assert admission.granted
     assert admission.overrun
-    manager.notice_stalls()
+    manager.stalls.notice()
     (record,) = caplog.records
     assert "writing the value of 'a' takes more than 60 seconds (gpuspill.spill-timeout)" in record.getMessage()
     assert "disk of the spill directory may hang" in record.getMessage()
     # Nor does who comes later, once the one before has ended.
-    later = manager.reserve(1000)
+    later = manager.admission.reserve(1000)
     admission.release()
     assert later.granted
     manager.validate()
@@ -97,7 +97,7 @@ def test_a_write_that_hangs_is_not_waited_for(make, caplog):
     kit.store.manual = frozenset({"write"})
     manager.store("d", Thing("d"))
     kit.store.wait_for("write")
-    assert not manager.admit("e", [], 100).granted
+    assert not manager.admission.admit("e", [], 100).granted
 
 
 def test_what_else_can_be_written_makes_room(make):
@@ -111,8 +111,8 @@ def test_what_else_can_be_written_makes_room(make):
     second.let_go()
     until(lambda: second not in kit.store.wait_for("write", 2))
     kit.clock.advance(2)
-    manager.notice_stalls()
-    admission = manager.admit("f", [], 100)
+    manager.stalls.notice()
+    admission = manager.admission.admit("f", [], 100)
     assert not admission.granted
     while not admission.granted:
         for write in kit.store.wait_for("write"):
@@ -131,7 +131,7 @@ def test_others_go_in_the_place_of_what_hangs(make):
     kit.store.wait_for("write", 1)
     assert kit.manager.statistics().spills == 0
     kit.clock.advance(61)
-    kit.manager.notice_stalls()
+    kit.manager.stalls.notice()
     kit.store.wait_for("write", 2)  # in the place of the first
 
 
@@ -141,10 +141,10 @@ def test_whoever_makes_room_does_not_wait_for_it(make):
     kit.manager.store("b", Thing("b"))
     kit.store.wait_for("write")
     kit.clock.advance(61)
-    kit.manager.notice_stalls()
+    kit.manager.stalls.notice()
     kit.store.manual = frozenset()
-    assert kit.manager.make_room(100) == 100
-    kit.manager.evict_all()
+    assert kit.manager.limits.make_room(100) == 100
+    kit.manager.limits.evict_all()
     assert kit.state("b") is State.SPILLED
     assert kit.state("a") is State.SPILLING
 
@@ -156,13 +156,13 @@ def test_those_who_wait_notice_by_themselves(make, fails):
     manager.store("a", Thing("a"))
     manager.store("b", Thing("b"))
     (write,) = kit.store.wait_for("write")
-    waiting = in_thread(manager.wait_for_room)
+    waiting = in_thread(manager.admission.wait_for_room)
     until(lambda: manager.statistics().waiting)
     kit.clock.advance(61)
     waiting()
     write.let_go(OSError(5, "broken") if fails else None)
     kit.store.let_all_go()
-    manager.wait_for_room()
+    manager.admission.wait_for_room()
     assert manager.get("a").content == "a"
 
 
@@ -186,7 +186,7 @@ def test_a_task_that_waits_for_room_with_a_lock_that_serialising_takes(make, cap
             manager.store("a", Locking("a"))
             manager.store("b", Locking("b"))
             assert arrived.wait(TIMEOUT)
-            manager.wait_for_room()
+            manager.admission.wait_for_room()
 
     running = in_thread(task)
     assert arrived.wait(TIMEOUT)
@@ -207,9 +207,9 @@ def test_without_a_limit_of_time_it_is_waited_for():
     manager.store("a", Thing("a"))
     manager.store("b", Thing("b"))
     store.wait_for("write")
-    admission = manager.admit("c", [], 100)
+    admission = manager.admission.admit("c", [], 100)
     clock.advance(10**6)
-    manager.notice_stalls()
+    manager.stalls.notice()
     assert not admission.granted
     admission.release()
     store.let_all_go()
@@ -230,12 +230,12 @@ def test_closing_gives_up(tmp_path, caplog, operation):
     manager.store("a", Thing("a"))
     manager.store("b", Thing("b"))
     if operation != "write":
-        manager.evict_all()
+        manager.limits.evict_all()
     gate = store.before[operation] = Gate()
     if operation == "write":
-        manager.set_limit(0, None)
+        manager.limits.set_limit(0, None)
     elif operation == "read":
-        future = manager.get_many(["a"])
+        future = manager.batch.get_many(["a"])
     else:
         manager.discard("a")
     assert gate.arrived.acquire(timeout=TIMEOUT)

@@ -156,5 +156,5 @@ def assert_same(value: Any, expected: Any) -> None:
 
 def squeeze(kit: Bench) -> float:
     """Ask for everything to be evicted, once."""
-    kit.manager.set_limit(0, None)
+    kit.manager.limits.set_limit(0, None)
     return kit.engine.spill_all()

@@ -122,13 +122,13 @@ class GpuspillStore(StoreUnderTest):
         manager = self._store.manager
         before = manager.spilled_count
         limit = manager.memory_total() * (len(manager) - before - count) // max(1, len(manager) - before)
-        manager.set_limit(limit, None)
+        manager.limits.set_limit(limit, None)
         deadline = time.monotonic() + 60.0
         while manager.memory_total() > limit:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{manager.spilled_count - before} of {count} keys spilled within a minute")
             time.sleep(0.0005)
-        manager.set_limit(None, None)
+        manager.limits.set_limit(None, None)
 
     def spilled(self) -> list[str]:
         """See the base class."""

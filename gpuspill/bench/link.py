@@ -182,7 +182,7 @@ class _Rig:
 
     def leave(self, nbytes: int) -> None:
         """Have as many bytes leave the device, in this thread."""
-        self._tier.manager.make_room(nbytes)
+        self._tier.manager.limits.make_room(nbytes)
 
     def read(self, skeletons: Sequence[Any]) -> None:
         """Read values, one after the other, as a task does with its inputs."""

@@ -241,9 +241,9 @@ def _ask(limit: int, transfers: int, dask_worker: Worker) -> tuple[int, int, int
     with ExitStack() as stack:
         manager.store("pinned", _Pinned(), limit)
         stack.callback(manager.discard, "pinned")
-        stack.enter_context(manager.admit(None, ["pinned"]))
+        stack.enter_context(manager.admission.admit(None, ["pinned"]))
         for nbytes in sizes[:transfers]:
-            stack.enter_context(manager.reserve(nbytes))
+            stack.enter_context(manager.admission.reserve(nbytes))
         for nbytes in sizes[transfers:]:
-            stack.enter_context(manager.admit(None, (), nbytes))
+            stack.enter_context(manager.admission.admit(None, (), nbytes))
         return sum(sizes), manager.accounted_total() - limit, max(sizes)

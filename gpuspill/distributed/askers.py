@@ -66,7 +66,7 @@ class Askers:
         self._looking = False
         for admission, (keys, source) in self._transfers.items():
             if not admission.granted:
-                self._manager.improve(admission, self._urgency(keys, source))
+                self._manager.admission.improve(admission, self._urgency(keys, source))
 
     # -- tasks ---------------------------------------------------------------------------------------
 

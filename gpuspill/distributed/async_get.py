@@ -39,7 +39,7 @@ def gather(
     """
     result: asyncio.Future[dict[Hashable, Any]] = asyncio.get_running_loop().create_future()
     try:
-        source = manager.get_many(keys, missing=missing, order=order)
+        source = manager.batch.get_many(keys, missing=missing, order=order)
     except KeyError as error:
         result.set_exception(error)
         return result

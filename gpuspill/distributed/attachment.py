@@ -120,7 +120,7 @@ class Attachment:
         )
         self.askers = Askers(store.manager, partial(internals.urgency, worker), self._loop.add_callback)
         self.hints = Hints(
-            store.manager if store.tier is None else TieredUses(store.manager, store.tier),
+            store.manager.uses if store.tier is None else TieredUses(store.manager, store.tier),
             needed=self._is_tight,
             backlog=partial(internals.unfinished, worker),
             inputs=partial(internals.next_use, worker),
@@ -140,16 +140,16 @@ class Attachment:
         self.hints.depth = settings.prefetch
         limit = self.thresholds.limit
         self._at_ease_below = float("inf") if limit is None else limit // 2
-        self.store.manager.set_limit(
+        self.store.manager.limits.set_limit(
             limit,
             internals.max_spill(self._worker, settings),
             disk_limit_from=f"{'distributed.worker.memory' if settings.max_spill == 'auto' else 'gpuspill'}.max-spill",
         )
         # What the tasks that have just ended read: the scheduler's word to give it up is on its way.
-        self.store.manager.set_patience(_INPUTS * 2 * self._threads)
+        self.store.manager.limits.set_patience(_INPUTS * 2 * self._threads)
         tier = self.store.tier
         if tier is not None:
-            tier.manager.set_limit(device_limit(settings, tier.device), None)
+            tier.manager.limits.set_limit(device_limit(settings, tier.device), None)
             tier.patience = 2 * self._threads
 
     # -- questions of the hooks ------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Attachment:
         # across others, which must not be read on the event loop.
         inputs = [name for name in inputs if name in manager]
         try:
-            admission = manager.admit(key, inputs, expected, order=order)
+            admission = manager.admission.admit(key, inputs, expected, order=order)
         except KeyError:
             return None  # on another thread, just now
         wait = self.settings.admission
@@ -241,7 +241,7 @@ class Attachment:
             return None
         self.hints.follow()
         order = internals.urgency(self._worker, incoming, source)
-        return self.store.manager.reserve(nbytes, order=order, outputs=incoming)
+        return self.store.manager.admission.reserve(nbytes, order=order, outputs=incoming)
 
     def _is_tight(self) -> bool:
         """Whether something is on disk or may soon have to be."""
@@ -260,9 +260,9 @@ class Attachment:
         self.store.notice_stalls()
         self.follower.update()
         self.hints.follow_if_needed()  # if values came although no task ran here
-        self.store.manager.relent()
+        self.store.manager.stalls.relent()
         if self.store.tier is not None:
-            self.store.tier.manager.relent()
+            self.store.tier.manager.stalls.relent()
 
     def _accounted(self) -> int:
         store = self.store
@@ -350,7 +350,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
         store = build_store(settings, worker.local_directory, name=str(worker.name))
     attachment = Attachment(worker, store, settings)
     store.manager.loop_thread = threading.get_ident()
-    store.manager.in_use = partial(internals.in_use, worker)
+    store.manager.slots.in_use = partial(internals.in_use, worker)
     if store.tier is not None:
         store.tier.manager.loop_thread = threading.get_ident()
     store.on_store = attachment.learn

@@ -38,7 +38,7 @@ class Hints:
 
     Parameters
     ----------
-    manager
+    uses
         Is told.
     needed
         Whether it may matter now what is needed next. While it does not, the tasks are not followed at all.
@@ -74,7 +74,7 @@ class Hints:
 
     def __init__(
         self,
-        manager: Uses,
+        uses: Uses,
         *,
         needed: Callable[[], bool],
         backlog: Callable[[], Iterator[Hashable]],
@@ -86,7 +86,7 @@ class Hints:
         on_begin: Callable[[], None],
         on_secede: Callable[[Hashable], None],
     ) -> None:
-        self._manager = manager
+        self._uses = uses
         self._needed = needed
         self._backlog = backlog
         self._inputs = inputs
@@ -132,7 +132,7 @@ class Hints:
                 self._expect(key)
                 self._on_begin()
             elif finish in _COMES_CLOSE:
-                if self._manager.spilled_count and not self._reading_ahead and self.depth:
+                if self._uses.away and not self._reading_ahead and self.depth:
                     self._reading_ahead = True
                     # Once for all tasks of one message, and not in the context of whichever task is finishing.
                     self._soon(self._read_ahead)
@@ -159,15 +159,15 @@ class Hints:
             return
         order, inputs = found
         self._expected[key] = inputs
-        self._manager.expect_uses(inputs, order, key)
+        self._uses.expect(inputs, order, key)
 
     def _forget(self, key: Hashable) -> None:
         inputs = self._expected.pop(key, None)
         if inputs is not None:
-            self._manager.drop_uses(inputs, key)
+            self._uses.drop(inputs, key)
 
     def _read_ahead(self) -> None:
         self._reading_ahead = False
         with context_meter.clear_callbacks():
             for inputs in self._upcoming(self.depth):
-                self._manager.prefetch(inputs)
+                self._uses.prefetch(inputs)

@@ -180,7 +180,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             if skeleton is not value:
                 self._estimated.note(key, None)
                 self.manager.store(key, skeleton, self.tier.host_nbytes(skeleton, nbytes), spillable=False)
-                self.tier.expect_use(skeleton, self.manager.next_use(key), key)
+                self.tier.expect_use(skeleton, self.manager.uses.next(key), key)
                 self.tier.settle()
                 return
         self.manager.store(key, value, nbytes, spillable=external is None, touched=touched)
@@ -273,8 +273,8 @@ class SpillStore(MutableMapping[Hashable, object]):
         if not self.settings.admission or threading.get_ident() == self.manager.loop_thread:
             return
         if self.tier is not None:
-            self.tier.manager.wait_for_room()
-        self.manager.wait_for_room()
+            self.tier.manager.admission.wait_for_room()
+        self.manager.admission.wait_for_room()
 
     def unpark_later(self, key: Internal, pins: Sequence[Admission] = ()) -> None:
         """Give a parked value up, with what pins it, soon. May be called from a finaliser: takes no lock."""
@@ -287,9 +287,9 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     def notice_stalls(self) -> None:
         """Let nobody wait any more for spills that take too long; see :mod:`gpuspill.manager.stalls`. Fast."""
-        self.manager.notice_stalls()
+        self.manager.stalls.notice()
         if self.tier is not None:
-            self.tier.manager.notice_stalls()
+            self.tier.manager.stalls.notice()
 
     def settle_parked(self) -> None:
         """Delete the parked values that were given up."""
@@ -363,7 +363,7 @@ class SpillStore(MutableMapping[Hashable, object]):
 
         Returns at once; values may be spilled, or no longer be, in the background.
         """
-        self.manager.set_offset(n)
+        self.manager.limits.set_offset(n)
 
     # -- what reads SpillBuffer --------------------------------------------------------------------
 

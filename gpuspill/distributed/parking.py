@@ -110,7 +110,7 @@ class Parked:
         if self._store is None:
             return self._value
         assert self._key is not None
-        self._pins.append(self._store.manager.pin([self._key]))
+        self._pins.append(self._store.manager.admission.pin([self._key]))
         try:
             return self.resolve()
         except BaseException:

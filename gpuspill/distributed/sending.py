@@ -131,16 +131,16 @@ class Parcel:
         """
         manager = self._manager
         keys = list(keys)
-        missing = manager.missing_nbytes(keys)
+        missing = manager.admission.missing_nbytes(keys)
         if missing:
             self._slot = await self._window.take(missing, receiver.peer)
         # Only now: a request that waits keeps nothing in memory.
-        self._pins = manager.pin(keys)
+        self._pins = manager.admission.pin(keys)
         if self._slot is not None:
-            self._slot.resize(manager.missing_nbytes(keys))
+            self._slot.resize(manager.admission.missing_nbytes(keys))
             if not receiver.borrows:
                 self._window.buffered()
-        exported = await asyncio.wrap_future(manager.export(self._pins, borrow=receiver.borrows))
+        exported = await asyncio.wrap_future(manager.batch.export(self._pins, borrow=receiver.borrows))
         for key, value in exported.items():
             if type(value) is not Encoded:
                 self.values[key] = value
@@ -207,11 +207,11 @@ class Parcel:
         """Return the value of bytes, or, where that takes room on the device, what stands for it in a message."""
         manager, tier = self._manager, self._tier
         if receiver.same_process or tier is None or not encoded.device_nbytes:
-            return await asyncio.wrap_future(manager.decode(encoded))
+            return await asyncio.wrap_future(manager.batch.decode(encoded))
         admission = tier.admit(None, (), encoded.device_nbytes, order=self._order)
         try:
             await granted(admission)
-            value = await asyncio.wrap_future(manager.decode(encoded))
+            value = await asyncio.wrap_future(manager.batch.decode(encoded))
             return await offload(_serialized, value, receiver.serializers)
         finally:
             admission.release()

@@ -165,7 +165,7 @@ class Job:
             return
         self.started = time()
         try:
-            values = self._manager.materialize(self.admission)
+            values = self._manager.batch.materialize(self.admission)
             if self._tier is not None:
                 values = self._tier.resolve_all(values, self._device_admission)
             self._accept(values)
@@ -187,7 +187,7 @@ class Job:
                 await granted(admission)
                 context_meter.digest_metric(WAIT, time() - asked, "seconds")
         self.started = time()
-        source: Future[dict[Hashable, Any]] = self._manager.materialize_later(self.admission)
+        source: Future[dict[Hashable, Any]] = self._manager.batch.materialize_later(self.admission)
         try:
             values = await asyncio.wrap_future(source)
             if self._tier is not None:
@@ -236,14 +236,14 @@ class Job:
     def detach(self) -> None:
         """The task may wait for other tasks: those do not wait for its end. Any thread."""
         for manager, admission in self._asked():
-            manager.detach(admission)
+            manager.admission.detach(admission)
 
     def secede(self) -> None:
         """The task has left its thread to others: what was promised for its output serves them meanwhile."""
         self.seceded = True
         self.detach()
         for manager, admission in self._asked():
-            manager.give_back_output(admission)
+            manager.admission.give_back_output(admission)
 
     def _asked(self) -> Iterator[tuple[ProxifyManager, Admission]]:
         yield self._manager, self.admission
@@ -263,7 +263,7 @@ class Job:
         if self._tier is not None:
             nbytes = max(0, nbytes - self._tier.new_nbytes(value))
         order = self.admission.reservation.order
-        self._output = self._manager.reserve(nbytes, Kind.TASK, order=order, outputs={key: nbytes})
+        self._output = self._manager.admission.reserve(nbytes, Kind.TASK, order=order, outputs={key: nbytes})
         if self._wait:
             await granted(self._output)
 

@@ -13,18 +13,18 @@ __all__ = ["TieredUses", "Uses"]
 
 
 class Uses(Protocol):
-    """The part of :class:`~gpuspill.manager.ProxifyManager` that is told what is needed next."""
+    """What is told what is needed next, as :class:`~gpuspill.manager.prefetch.Prefetcher`."""
 
     @property
-    def spilled_count(self) -> int:
+    def away(self) -> int:
         """Number of values that are not where they are used."""
         ...
 
-    def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
+    def expect(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
         """`user` is going to read `keys`; a smaller `order` is sooner."""
         ...
 
-    def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
+    def drop(self, keys: Iterable[Hashable], user: Hashable) -> None:
         """`user` has read `keys` or never will."""
         ...
 
@@ -49,27 +49,27 @@ class TieredUses:
         self._tier = tier
 
     @property
-    def spilled_count(self) -> int:
+    def away(self) -> int:
         """Number of values and units that are not where they are used."""
         return self._manager.spilled_count + self._tier.manager.spilled_count
 
-    def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
-        """See :meth:`Uses.expect_uses`."""
+    def expect(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
+        """See :meth:`Uses.expect`."""
         keys = list(keys)
-        self._manager.expect_uses(keys, order, user)
+        self._manager.uses.expect(keys, order, user)
         self._pass_on(keys)
 
-    def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
-        """See :meth:`Uses.drop_uses`."""
+    def drop(self, keys: Iterable[Hashable], user: Hashable) -> None:
+        """See :meth:`Uses.drop`."""
         keys = list(keys)
-        self._manager.drop_uses(keys, user)
+        self._manager.uses.drop(keys, user)
         self._pass_on(keys)
 
     def _pass_on(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
             value = self._manager.look(key)
             if type(value) is Skeleton:
-                self._tier.expect_use(value, self._manager.next_use(key), key)
+                self._tier.expect_use(value, self._manager.uses.next(key), key)
 
     def prefetch(self, keys: Iterable[Hashable]) -> int:
         """See :meth:`Uses.prefetch`."""
@@ -77,4 +77,4 @@ class TieredUses:
         values = [value for value in map(self._manager.look, keys) if type(value) is Skeleton]
         # What came as bytes would be decoded, on the device, for which nobody has asked for room.
         keys = [key for key in keys if not self._manager.arriving_nbytes(key)]
-        return self._manager.prefetch(keys) + self._tier.prefetch(values)
+        return self._manager.uses.prefetch(keys) + self._tier.prefetch(values)

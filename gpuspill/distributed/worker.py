@@ -450,7 +450,7 @@ async def _decode_resumed(worker: Any, data: dict[Any, Any]) -> None:
                     promises.callback(_after_storing, admission.release)
                     await granted(admission)
                 with suppress(Exception):
-                    data[key] = await asyncio.wrap_future(store.manager.decode(value.encoded))
+                    data[key] = await asyncio.wrap_future(store.manager.batch.decode(value.encoded))
 
 
 def _name_types(worker: Any, names: Mapping[Any, str]) -> None:

@@ -26,8 +26,7 @@ _LOOK_AGAIN = 0.5
 class Admission:
     """Pins on the inputs of one task or transfer, and room for what is missing and for the output.
 
-    Made by :meth:`gpuspill.manager.ProxifyManager.admit`; a context manager that releases at the
-    end.
+    Made by :meth:`Admitter.admit`; a context manager that releases at the end.
 
     Attributes
     ----------
@@ -116,7 +115,7 @@ class Admission:
         while left > _LOOK_AGAIN:
             if waiting.acquire(timeout=_LOOK_AGAIN):
                 return True
-            self._admitter.look()  # what is waited for may hang
+            self._admitter.notice_stalls()  # what is waited for may hang
             left -= _LOOK_AGAIN
         return waiting.acquire(timeout=max(0.0, left))
 
@@ -175,8 +174,8 @@ class Admitter:
 
     Attributes
     ----------
-    look
-        To be called now and then while somebody waits; see :meth:`gpuspill.manager.stalls.Stalls.look`.
+    notice_stalls
+        To be called now and then while somebody waits; see :meth:`gpuspill.manager.stalls.Stalls.notice`.
 
     Notes
     -----
@@ -186,7 +185,7 @@ class Admitter:
     def __init__(self, metadata: Metadata, engine: Engine, stalls: Stalls) -> None:
         self._metadata = metadata
         self._engine = engine
-        self.look = stalls.look
+        self.notice_stalls = stalls.notice
 
     # -- handing out ---------------------------------------------------------------------------------
 

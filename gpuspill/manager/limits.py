@@ -35,6 +35,16 @@ class Evictor:
         self._evicting = 0
         self._before: tuple[int | None, int | None] = (None, None)
 
+    @property
+    def limit(self) -> int | None:
+        """Bytes of values to keep in memory; None for no limit."""
+        return self._metadata.state.memory.limit
+
+    @property
+    def offset(self) -> int:
+        """What :meth:`set_offset` set, in bytes."""
+        return self._metadata.state.memory.offset
+
     @deferred()
     def set_limit(self, limit: int | None, disk_limit: int | None, *, disk_limit_from: str | None = None) -> None:
         """Change the limits, in bytes; None for no limit. Without effect after the manager was closed.

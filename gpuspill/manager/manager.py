@@ -1,20 +1,10 @@
 """The proxify manager: all values of one worker, wherever they are.
 
-It puts the parts together and offers what they do by key. The core decides (:mod:`gpuspill.core.state`, behind the lock
-in :mod:`gpuspill.manager.transaction`); the parts carry out:
-
-=================================  ==========================================================
-:mod:`gpuspill.manager.insert`     values come in
-:mod:`gpuspill.manager.admission`  pins, and promises of room
-:mod:`gpuspill.manager.batch`      several values at once, for tasks and for transfers
-:mod:`gpuspill.manager.restore`    one value comes back
-:mod:`.restore_together`           several come back at once
-:mod:`gpuspill.manager.decode`     bytes become a value
-:mod:`gpuspill.manager.spill`      one value is written
-:mod:`gpuspill.manager.limits`     limits, and making values leave before a limit asks for it
-:mod:`gpuspill.manager.prefetch`   next uses, and what is brought back ahead of them
-:mod:`gpuspill.manager.threads`    the threads
-=================================  ==========================================================
+It puts the parts together, shows those that others use, and has what concerns one key. The core decides
+(:mod:`gpuspill.core.state`, behind the lock in :mod:`gpuspill.manager.transaction`); the parts carry out. Those that
+are not shown: values come in (:mod:`gpuspill.manager.insert`), one value comes back (:mod:`gpuspill.manager.restore`),
+or several do (:mod:`gpuspill.manager.restore_together`), and is decoded (:mod:`gpuspill.manager.decode`), values are
+written (:mod:`gpuspill.manager.spill`).
 
 ``docs/design/contract.md`` states what holds when.
 """
@@ -23,16 +13,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from gpuspill.core.budget import Kind
-from gpuspill.core.policy import Order
 from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import SizeModel
 from gpuspill.device.shared_memory import SharedMemory
-from gpuspill.manager.admission import Admission, Admitter
+from gpuspill.manager.admission import Admitter
 from gpuspill.manager.batch import Gatherer
 from gpuspill.manager.decode import Decoder, Disperse
 from gpuspill.manager.insert import Intake, Sharing
@@ -98,10 +85,27 @@ class ProxifyManager:
     engine
         Makes the threads; for tests.
 
+    Attributes
+    ----------
+    admission
+        Pins, and promises of room: :class:`~gpuspill.manager.admission.Admitter`.
+    batch
+        Several values at once, for tasks and for transfers: :class:`~gpuspill.manager.batch.Gatherer`.
+    uses
+        Next uses, and what is brought back ahead of them: :class:`~gpuspill.manager.prefetch.Prefetcher`.
+    limits
+        Limits, and making values leave before a limit asks for it: :class:`~gpuspill.manager.limits.Evictor`.
+    stalls
+        Waits that take too long: :class:`~gpuspill.manager.stalls.Stalls`.
+    slots
+        The table of values: :class:`~gpuspill.manager.slots.Slots`.
+    engine
+        The threads: :class:`~gpuspill.manager.threads.Engine`.
+
     Notes
     -----
-    All methods may be called from any thread. Those that may block for I/O say so; no other does. What takes one line
-    here is described in full at the method of the same name to which it leads.
+    All methods, and those of the parts above, may be called from any thread. Those that may block for I/O say so; no
+    other does.
 
     A finaliser that the garbage collector runs in the middle of one of them may read: it is given a copy of what is not
     in memory. What it stores, deletes or releases is stored, deleted or released a moment later. It can neither pin
@@ -132,17 +136,18 @@ class ProxifyManager:
         metadata = self._metadata = Metadata(
             limit=limit, disk_limit=disk_limit, keep_clean=keep_clean, store=store, custody=custody, clock=clock
         )
+        self.slots = metadata.slots
         self._ledger = metadata.state.ledger
         self._store = store
         sizes = SizeModel()
         sharing = Sharing(metadata, shared)
         self._timeout = spill_timeout
         self._name = f"gpuspill-{name}"
-        self._stalls = stalls = Stalls(metadata, spill_timeout, spill_threads)
+        self.stalls = stalls = Stalls(metadata, spill_timeout, spill_threads)
         self._spiller = Spiller(
             metadata, store, serializer, sizes if custody is None else None, stalls, observer=observer
         )
-        self._engine = threads = engine(
+        self.engine = threads = engine(
             self._spiller.step, spill_threads=spill_threads, restore_threads=restore_threads, name=name
         )
         metadata.engine = threads
@@ -159,10 +164,10 @@ class ProxifyManager:
         )
         together = None if loads_together is None else TogetherRestorer(metadata, store, self._restorer, loads_together)
         self._intake = Intake(metadata, sharing, sizes, sizeof, store, observer)
-        self._admitter = Admitter(metadata, threads, stalls)
-        self._gatherer = Gatherer(metadata, threads, serializer, self._restorer, self._admitter, together)
-        self._evictor = Evictor(metadata, threads, self._spiller)
-        self._prefetcher = Prefetcher(metadata, self._restorer)
+        self.admission = Admitter(metadata, threads, stalls)
+        self.batch = Gatherer(metadata, threads, serializer, self._restorer, self.admission, together)
+        self.limits = Evictor(metadata, threads, self._spiller)
+        self.uses = Prefetcher(metadata, self._restorer)
 
     # -- values come and go --------------------------------------------------------------------------
 
@@ -358,30 +363,6 @@ class ProxifyManager:
         """Bytes the value of a proxy takes in memory. KeyError if it is gone."""
         return self._metadata.entry(proxy.key, proxy.pid).nbytes
 
-    # -- several values ------------------------------------------------------------------------------
-
-    def get_many(
-        self, keys: Iterable[Hashable], missing: Literal["raise", "omit"] = "raise", *, order: Order = ()
-    ) -> Future[dict[Hashable, Any]]:
-        """Return a future of the values of several keys, read on the restore threads; waits for admission."""
-        return self._gatherer.get_many(keys, missing, order)
-
-    def materialize(self, admission: Admission) -> dict[Hashable, Any]:
-        """Return the values of the inputs of a granted admission, reading what is on disk. Blocks."""
-        return self._gatherer.materialize(admission)
-
-    def materialize_later(self, admission: Admission) -> Future[dict[Hashable, Any]]:
-        """Return a future of what :meth:`materialize` returns, read on the restore threads."""
-        return self._gatherer.materialize_later(admission)
-
-    def export(self, admission: Admission, *, borrow: bool = False) -> Future[dict[Hashable, Encoded | Any]]:
-        """Return a future of what to send for the inputs of an admission: values in memory, records as they are."""
-        return self._gatherer.export(admission, borrow=borrow)
-
-    def fetch(self, key: Hashable, *, in_place: bool = False) -> Encoded | Any:
-        """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks."""
-        return self._gatherer.fetch(key, in_place=in_place)
-
     @reads
     def look_together(self, keys: Iterable[Hashable]) -> list[Any]:
         """Return the values of some keys as they are in memory; None for those that are not. As :meth:`look`."""
@@ -389,151 +370,10 @@ class ProxifyManager:
             slots, known = self._metadata.slots, self._ledger.keys
             return [slots[known[key].pid].value if key in known else None for key in keys]
 
-    def decode(self, encoded: Encoded) -> Future[Any]:
-        """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""
-        return self._gatherer.decode(encoded)
-
-    # -- admission and pins --------------------------------------------------------------------------
-
-    def admit(
-        self,
-        label: Hashable | None,
-        inputs: Iterable[Hashable],
-        output_nbytes: int = 0,
-        *,
-        arriving: Mapping[Hashable, int] | None = None,
-        kind: Kind = Kind.TASK,
-        order: Order = (),
-    ) -> Admission:
-        """Pin the inputs and ask for room for those that are not in memory, for what arrives, and for an output.
-
-        Storing `label` settles what is promised for it; see :meth:`gpuspill.manager.admission.Admitter.admit`. KeyError
-        if an input is unknown.
-        """
-        return self._admitter.admit(label, inputs, output_nbytes, arriving=arriving, kind=kind, order=order)
-
-    def pin(self, keys: Iterable[Hashable]) -> Admission:
-        """Pin values where they are, without asking for room. Unknown keys are left out."""
-        return self._admitter.pin(keys)
-
-    def reserve(
-        self,
-        nbytes: int,
-        kind: Kind = Kind.TRANSFER,
-        *,
-        order: Order = (),
-        outputs: Mapping[Hashable, int] | None = None,
-    ) -> Admission:
-        """Ask for room for bytes that come from elsewhere; storing one of the keys in `outputs` settles its part."""
-        return self._admitter.reserve(nbytes, kind, order=order, outputs=outputs)
-
-    def reserve_now(
-        self, nbytes: int, kind: Kind, *, outputs: Mapping[Hashable, int] | None = None
-    ) -> Admission | None:
-        """As :meth:`reserve`, but None if it would have to wait, or be granted beyond the limit."""
-        return self._admitter.reserve_now(nbytes, kind, outputs=outputs)
-
-    def wait_for_room(self) -> None:
-        """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write."""
-        self._admitter.wait_for_room()
-
-    def relent(self) -> None:
-        """Let one in beyond the limit, if one waits for others to end and no one has been let in for a second.
-
-        Spill threads see to that. To be called now and then all the same: they may all be stuck in writes.
-        """
-        self._spiller.relent()
-
-    def notice_stalls(self) -> None:
-        """Let nobody wait any more for spills that take too long.
-
-        Threads that wait see to that themselves; coroutines cannot, so it is to be called now and then. Fast.
-        """
-        self._stalls.look()
-
-    def improve(self, admission: Admission, order: Order) -> None:
-        """An admission has become as urgent as `order`, if that is more urgent than before."""
-        self._admitter.improve(admission, order)
-
-    def detach(self, admission: Admission) -> None:
-        """The holder of an admission may wait for others in line: they do not wait for its end."""
-        self._admitter.detach(admission)
-
-    def missing_nbytes(self, keys: Iterable[Hashable]) -> int:
-        """Bytes of the values of some keys that are on disk now. Unknown keys are left out."""
-        return self._admitter.missing_nbytes(keys)
-
-    def settle(self, label: Hashable) -> None:
-        """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""
-        self._admitter.settle(label)
-
-    def give_back_output(self, admission: Admission) -> None:
-        """Give back what was promised to an admission for an output."""
-        self._admitter.give_back_output(admission)
-
     @reads
     def disperse_by(self, disperse: Disperse) -> None:
         """Have what values that came as bytes have on a device taken over when they are decoded; until closed."""
         self._decoder.disperse = disperse
-
-    # -- next uses -----------------------------------------------------------------------------------
-
-    def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
-        """`user` is going to read `keys`; a smaller `order` is sooner."""
-        self._prefetcher.expect_uses(keys, order, user)
-
-    def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
-        """`user` has read `keys` or never will."""
-        self._prefetcher.drop_uses(keys, user)
-
-    def next_use(self, key: Hashable) -> Order | None:
-        """When `key` is needed next, as far as that is known."""
-        return self._prefetcher.next_use(key)
-
-    def worth_making_room(self, key: Hashable, nbytes: int) -> bool:
-        """Whether `nbytes` are free, or what would leave for them is needed later than `key`, if at all."""
-        return self._prefetcher.worth_making_room(key, nbytes)
-
-    def prefetch(self, keys: Iterable[Hashable]) -> int:
-        """Begin to restore values, in the order of use, as far as there is room without a write; return how many."""
-        return self._prefetcher.prefetch(keys)
-
-    # -- limits --------------------------------------------------------------------------------------
-
-    @property
-    def limit(self) -> int | None:
-        """Bytes of values to keep in memory; None for no limit."""
-        return self._metadata.state.memory.limit
-
-    @property
-    def offset(self) -> int:
-        """What :meth:`set_offset` set, in bytes."""
-        return self._metadata.state.memory.offset
-
-    def set_limit(self, limit: int | None, disk_limit: int | None, *, disk_limit_from: str | None = None) -> None:
-        """Change the limits, in bytes; None for no limit. `disk_limit_from` names the setting, for messages."""
-        self._evictor.set_limit(limit, disk_limit, disk_limit_from=disk_limit_from)
-
-    def set_patience(self, count: int) -> None:
-        """Set how many values are spared of those that were used up last, as word to delete them may be on its way."""
-        self._evictor.set_patience(count)
-
-    def set_offset(self, nbytes: int) -> None:
-        """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
-        self._evictor.set_offset(nbytes)
-
-    def evict_all(self) -> None:
-        """Spill whatever can be spilled now, and wait until it is done. Blocks; for tests and benchmarks."""
-        self._evictor.evict_all()
-
-    def make_room(self, nbytes: int) -> int:
-        """Evict values until `nbytes` more bytes are free, whatever the limit; return how many are. Blocks: writes."""
-        return self._evictor.make_room(nbytes)
-
-    @reads
-    def reap(self, work: Callable[[], None]) -> None:
-        """Run `work`, which lets go of something, on the manager's thread for that; here once that has ended."""
-        self._engine.reap(work)
 
     # -- numbers -------------------------------------------------------------------------------------
 
@@ -548,15 +388,6 @@ class ProxifyManager:
         """Whether every value is in memory and can be handed out at once."""
         metadata = self._metadata
         return not (metadata.state.charges.away or metadata.slots.undecoded)
-
-    @property
-    def in_use(self) -> Callable[[Collection[Hashable]], bool] | None:
-        """Tells whether a running task has the value of one of some keys in hand; see :class:`Slots`."""
-        return self._metadata.slots.in_use
-
-    @in_use.setter
-    def in_use(self, ask: Callable[[Collection[Hashable]], bool] | None) -> None:
-        self._metadata.slots.in_use = ask
 
     @property
     def inherited(self) -> bool:
@@ -617,7 +448,7 @@ class ProxifyManager:
             self._metadata.closed = True
             state.memory.limit = None
             state.retry()
-        self._engine.close(self._timeout)
+        self.engine.close(self._timeout)
         # What breaks cycles: values go with the manager, not with the next collection.
         self._metadata.engine = None
         self._decoder.disperse = None

@@ -31,22 +31,27 @@ class Prefetcher:
         self._metadata = metadata
         self._restorer = restorer
 
+    @property
+    def away(self) -> int:
+        """Number of values that are on disk only."""
+        return self._metadata.state.spilled
+
     @deferred()
-    def expect_uses(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
+    def expect(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
         """`user` is going to read `keys`; a smaller `order` is sooner."""
         with self._metadata as state:
             for key in keys:
                 state.expect_use(key, user, order)
 
     @deferred()
-    def drop_uses(self, keys: Iterable[Hashable], user: Hashable) -> None:
+    def drop(self, keys: Iterable[Hashable], user: Hashable) -> None:
         """`user` has read `keys` or never will."""
         with self._metadata as state:
             for key in keys:
                 state.drop_use(key, user)
 
     @reads
-    def next_use(self, key: Hashable) -> Order | None:
+    def next(self, key: Hashable) -> Order | None:
         """When `key` is needed next, as far as that is known."""
         with self._metadata as state:
             return state.uses.next(key)

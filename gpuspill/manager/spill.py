@@ -21,7 +21,7 @@ from gpuspill.manager.knots import knots
 from gpuspill.manager.ports import Encoded, Observer, Serializer, observe_write
 from gpuspill.manager.slots import Slot
 from gpuspill.manager.stalls import Stalls
-from gpuspill.manager.transaction import Metadata, skipped
+from gpuspill.manager.transaction import Metadata
 from gpuspill.storage.base import Borrow, Frame, Receipt, Store, frame_nbytes, in_memory
 from gpuspill.storage.record import digest, flat
 
@@ -44,9 +44,6 @@ _BLOCKED = (0.25, 4.0)
 _PROBES = 8
 #: How many values are written at most at a time, where the store takes them together.
 _TOGETHER = 256
-#: After so many seconds in which no one was let in, one more is, beyond the limit, although the one before has not
-#: ended. Its end would make room; but it may wait for something that cannot be known here.
-_PATIENCE = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -101,8 +98,6 @@ class Spiller:
         self._collecting = Backoff(*_COLLECTING)
         self._blocked = Backoff(*_BLOCKED)
         self._relieved = 0
-        self._stalled: int | None = None
-        self._stalled_at = 0.0
         self._logged: set[str] = set()
 
     def step(self) -> float | None:
@@ -125,7 +120,7 @@ class Spiller:
             # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
             # are let go at this very point, and would wait for ever if there always were something to try.
             if not pids:
-                pause = self._relent(state)
+                pause = self._stalls.let_in(state)
             if not pids and state.candidates.set_aside and state.memory.over():
                 pause = min(pause, self._try_again(state, metadata.clock()))
         if metadata.slots.looped_nbytes >= _COLLECT_NBYTES:
@@ -178,27 +173,6 @@ class Spiller:
                 metadata.slots.untie(pid, value, found)
             del value
         self._held.relent(metadata.clock())
-
-    @skipped(None)
-    def relent(self) -> None:
-        """Let one in beyond the limit if no one has been for long, on any thread: spill threads may all be stuck."""
-        metadata = self._metadata
-        with metadata as state:
-            if not metadata.closed:
-                self._relent(state)
-
-    def _relent(self, state: SpillState) -> float:
-        """Under the lock: do so, and return the seconds until it is time for that; infinity if no one waits so."""
-        waits, now = state.stalled, self._metadata.clock()
-        if waits is None:
-            return float("inf")
-        if waits != self._stalled:
-            self._stalled, self._stalled_at = waits, now
-        left = self._stalled_at + _PATIENCE - now
-        if left > 0:
-            return left
-        state.relent()
-        return 0.0
 
     def _try_again(self, state: SpillState, now: float) -> float:
         """Make candidates of what was set aside, as far as it is time for that; return the seconds until it is."""

@@ -1,4 +1,4 @@
-"""Noticing spills that take too long: a disk that hangs, or a value whose own code waits for a lock.
+"""Noticing waits that take too long: for a disk that hangs, for a value whose own code waits for a lock, for others.
 
 A task that holds a lock and waits for room, while the code that serialises a value waits for that very lock, would wait
 for ever. So would all tasks if the disk stopped in the middle of a write. Such a spill cannot be ended, but it need not
@@ -23,6 +23,9 @@ _SERIALISING = (
     "Its own code may wait for a lock that a task holds which waits for room, or take that long",
 )
 _WRITING = "writing", "The disk of the spill directory may hang, or be that slow"
+#: After so many seconds in which no one was let in, one more is, beyond the limit, although the one before has not
+#: ended. Its end would make room; but it may wait for something that cannot be known here.
+_PATIENCE = 1.0
 
 
 @dataclass(slots=True)
@@ -34,7 +37,7 @@ class _Move:
 
 
 class Stalls:
-    """The spills in flight of a manager, and those among them that take too long.
+    """The spills in flight of a manager, which of them take too long, and who waits too long for others.
 
     Parameters
     ----------
@@ -47,7 +50,8 @@ class Stalls:
 
     Notes
     -----
-    Has no thread: whoever waits for room looks now and then. Thread-safe; nothing blocks.
+    Has no thread. Threads that wait for room, and spill threads, look now and then. Coroutines cannot, and spill
+    threads may be stuck: so the worker calls :meth:`notice` and :meth:`relent` as well. Thread-safe; nothing blocks.
     """
 
     def __init__(self, metadata: Metadata, timeout: float, spill_threads: int) -> None:
@@ -55,6 +59,8 @@ class Stalls:
         self._timeout = timeout
         self._spill_threads = spill_threads
         self._moves: dict[int, _Move] = {}
+        self._stalled: int | None = None
+        self._stalled_at = 0.0
 
     def begin(self, pid: int) -> None:
         """The calling thread spills a value from now on."""
@@ -73,7 +79,7 @@ class Stalls:
             state.set_stuck(self._stuck)
 
     @skipped(None)
-    def look(self) -> None:
+    def notice(self) -> None:
         """Let nobody wait any more for spills that take too long, and say so once of each."""
         if not self._moves or not self._timeout:
             return
@@ -97,6 +103,27 @@ class Stalls:
                 self._timeout,
                 move.doing[1],
             )
+
+    @skipped(None)
+    def relent(self) -> None:
+        """Let one in beyond the limit, if one waits for others to end and no one has been let in for a second."""
+        metadata = self._metadata
+        with metadata as state:
+            if not metadata.closed:
+                self.let_in(state)
+
+    def let_in(self, state: SpillState) -> float:
+        """Under the lock: do so, and return the seconds until it is time for that; infinity if no one waits so."""
+        waits, now = state.stalled, self._metadata.clock()
+        if waits is None:
+            return float("inf")
+        if waits != self._stalled:
+            self._stalled, self._stalled_at = waits, now
+        left = self._stalled_at + _PATIENCE - now
+        if left > 0:
+            return left
+        state.relent()
+        return 0.0
 
     @property
     def _stuck(self) -> bool:

@@ -228,7 +228,7 @@ class ManagerEvents:
         expected = self.model.expected(what.key, what.other)
         missing = {what.key, what.other} - expected.keys()
         try:
-            future = self.kit.manager.get_many(
+            future = self.kit.manager.batch.get_many(
                 [what.key, what.other, what.key], missing="omit" if what.flag else "raise"
             )
         except KeyError as error:
@@ -243,8 +243,8 @@ class ManagerEvents:
     def export(self, what: What) -> None:
         """Ask for what to send."""
         expected = self.model.expected(what.key, what.other)
-        pins = self.kit.manager.pin([what.key, what.other])
-        future = self.kit.manager.export(pins)
+        pins = self.kit.manager.admission.pin([what.key, what.other])
+        future = self.kit.manager.batch.export(pins)
         future.add_done_callback(lambda _: pins.release())
         self.model.ask(future, expected)
 
@@ -262,21 +262,21 @@ class ManagerEvents:
 
     def prefetch(self, what: What) -> None:
         """Read ahead."""
-        self.kit.manager.prefetch([what.key, what.other])
+        self.kit.manager.uses.prefetch([what.key, what.other])
 
     def use(self, what: What) -> None:
         """A task is going to use something, or has."""
         if what.flag:
-            self.kit.manager.expect_uses([what.key], (float(what.i),), what.j % 3)
+            self.kit.manager.uses.expect([what.key], (float(what.i),), what.j % 3)
         else:
-            self.kit.manager.drop_uses([what.key], what.j % 3)
+            self.kit.manager.uses.drop([what.key], what.j % 3)
 
     # -- admission -----------------------------------------------------------------------------------
 
     def admit(self, what: What) -> None:
         """A task asks for room."""
         expected = self.model.expected(what.key, what.other)
-        admission = self.kit.manager.admit(
+        admission = self.kit.manager.admission.admit(
             what.key,
             list(expected),
             what.i * 10,
@@ -287,7 +287,7 @@ class ManagerEvents:
 
     def pin(self, what: What) -> None:
         """Somebody looks at values where they are."""
-        admission = self.kit.manager.pin([what.key, what.other])
+        admission = self.kit.manager.admission.pin([what.key, what.other])
         self.admitted.append(_Admitted(admission, self.model.expected(what.key, what.other)))
 
     def materialize(self, what: What) -> None:
@@ -295,7 +295,7 @@ class ManagerEvents:
         granted = [admitted for admitted in self.admitted if admitted.admission.granted]
         if granted:
             admitted = pick(granted, what.i)
-            future = self.kit.manager.materialize_later(admitted.admission)
+            future = self.kit.manager.batch.materialize_later(admitted.admission)
             self.model.ask(future, admitted.expected)
 
     def release(self, what: What) -> None:
@@ -309,12 +309,12 @@ class ManagerEvents:
     def improve(self, what: What) -> None:
         """Somebody more urgent needs what is waited for."""
         if self.admitted:
-            self.kit.manager.improve(pick(self.admitted, what.i).admission, (float(what.j % 4),))
+            self.kit.manager.admission.improve(pick(self.admitted, what.i).admission, (float(what.j % 4),))
 
     def detach(self, what: What) -> None:
         """A task turns out to wait for others."""
         if self.admitted:
-            self.kit.manager.detach(pick(self.admitted, what.i).admission)
+            self.kit.manager.admission.detach(pick(self.admitted, what.i).admission)
 
     # -- spilling ------------------------------------------------------------------------------------
 
@@ -324,15 +324,15 @@ class ManagerEvents:
 
     def squeeze(self, what: What) -> None:
         """Memory gets tight."""
-        self.kit.manager.set_limit(pick([0, -1, 300], what.i), self.limits[1])
+        self.kit.manager.limits.set_limit(pick([0, -1, 300], what.i), self.limits[1])
 
     def relax(self, what: What) -> None:
         """Memory is as it was."""
-        self.kit.manager.set_limit(*self.limits)
+        self.kit.manager.limits.set_limit(*self.limits)
 
     def offset(self, what: What) -> None:
         """The process grows or shrinks."""
-        self.kit.manager.set_offset(pick([0, 500, -200], what.i))
+        self.kit.manager.limits.set_offset(pick([0, 500, -200], what.i))
 
     def advance(self, what: What) -> None:
         """Time passes, and spill threads look again."""
@@ -387,8 +387,8 @@ class ManagerEvents:
             self.end_task(What())
         self.held.clear()
         self._let_all_in()
-        kit.manager.set_limit(None, None)
-        kit.manager.set_offset(0)
+        kit.manager.limits.set_limit(None, None)
+        kit.manager.limits.set_offset(0)
         self.model.check()
         for admitted in self.admitted:
             admitted.admission.release()

@@ -59,7 +59,7 @@ class ManagerModel:
         self._interruptions = interruptions
         self.values: dict[str, Made] = {}
         self.tasks: list[tuple[Made, Any]] = []
-        kit.manager.in_use = self._in_use
+        kit.manager.slots.in_use = self._in_use
         self._asked: list[_Asked] = []
 
     def _in_use(self, keys: Collection[Hashable]) -> bool:

@@ -59,7 +59,7 @@ class Bench:
             engine=cast(Any, ManualEngine),
             **options,
         )
-        self.engine: ManualEngine = self.manager._engine  # type: ignore[assignment]
+        self.engine: ManualEngine = self.manager.engine  # type: ignore[assignment]
 
     def state(self, key: Hashable) -> State:
         """Return the state of what a key holds, by the contract's names."""
@@ -76,11 +76,11 @@ class Bench:
         manager = self.manager
         state = manager._metadata.state
         limits = state.memory.limit, state.disk.limit
-        others = manager.pin([key for key in manager if keys and key not in keys])
-        manager.set_limit(-1, limits[1])
+        others = manager.admission.pin([key for key in manager if keys and key not in keys])
+        manager.limits.set_limit(-1, limits[1])
         self.engine.spill_all()
         others.release()
-        manager.set_limit(*limits)
+        manager.limits.set_limit(*limits)
         self.engine.reap_all()
         stayed = [key for key in keys or manager.keys() if manager.is_resident(key)]
         assert not stayed, f"{stayed} did not leave memory"

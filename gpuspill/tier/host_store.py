@@ -81,10 +81,10 @@ class HostRecords(Store):
         key = _Record(next(self._numbers))
         receipt = Receipt(key.number, nbytes, nbytes - len(header), nbytes - len(header), 0)
         # As a task: a task is what waits for the room on the device.
-        admission = self._host.reserve_now(nbytes, Kind.TASK, outputs={key: nbytes})
+        admission = self._host.admission.reserve_now(nbytes, Kind.TASK, outputs={key: nbytes})
         direct = admission is None and self._write_on(key, header, frames, nbytes)
         if not direct:
-            with admission or self._host.reserve(nbytes, Kind.TASK, outputs={key: nbytes}) as admission:
+            with admission or self._host.admission.reserve(nbytes, Kind.TASK, outputs={key: nbytes}) as admission:
                 admission.wait()
                 self._check_open()
                 whole = [in_memory(frame) for frame in frames]
@@ -111,7 +111,7 @@ class HostRecords(Store):
         """Put records into the host's memory if there is room for all of them, in one transaction and one copy."""
         sizes = [len(header) + sum(map(frame_nbytes, frames)) for header, frames in records]
         keys = [_Record(next(self._numbers)) for _ in records]
-        admission = self._host.reserve_now(sum(sizes), Kind.TASK, outputs=dict(zip(keys, sizes, strict=True)))
+        admission = self._host.admission.reserve_now(sum(sizes), Kind.TASK, outputs=dict(zip(keys, sizes, strict=True)))
         if admission is None:
             return None
         with admission:
@@ -181,7 +181,7 @@ class HostRecords(Store):
         if key is None:
             raise RecordLost(f"record {receipt.number} is gone")
         try:
-            encoded = self._host.fetch(key, in_place=self._in_place)
+            encoded = self._host.batch.fetch(key, in_place=self._in_place)
         except KeyError:
             raise RecordLost(f"record {receipt.number} is gone") from None
         with self._lock:

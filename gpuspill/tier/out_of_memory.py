@@ -77,7 +77,7 @@ class OutOfMemoryGuard:
         try:
             self.calls += 1
             self._settle()
-            helped = self._manager.make_room(nbytes) > 0 or (not retries and self._collect())
+            helped = self._manager.limits.make_room(nbytes) > 0 or (not retries and self._collect())
         finally:
             self._busy.discard(ident)
         if helped:

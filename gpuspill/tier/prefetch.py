@@ -64,9 +64,9 @@ class Lookahead:
             try:
                 if self._manager.tier_of(unit) is Tier.HOST:
                     continue
-                if not self._manager.worth_making_room(unit, unit.nbytes + self.headroom):
+                if not self._manager.uses.worth_making_room(unit, unit.nbytes + self.headroom):
                     break
-                admission = self._manager.admit(None, [unit], self.headroom, kind=Kind.AHEAD, order=LAST)
+                admission = self._manager.admission.admit(None, [unit], self.headroom, kind=Kind.AHEAD, order=LAST)
             except KeyError:
                 continue  # given up meanwhile
             self._asked[unit] = admission
@@ -92,5 +92,5 @@ class Lookahead:
             end()
             return
         self._verify()
-        self._manager.give_back_output(admission)
-        self._manager.materialize_later(admission).add_done_callback(end)
+        self._manager.admission.give_back_output(admission)
+        self._manager.batch.materialize_later(admission).add_done_callback(end)

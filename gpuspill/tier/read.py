@@ -56,10 +56,10 @@ class Reader:
             return value
         self._forbid_inherited()
         self._settle()
-        with self._manager.pin(value.units) as pins:
+        with self._manager.admission.pin(value.units) as pins:
             if not self.is_ready(value):
                 self._verify()
-            return self._builder.build(value, self._manager.materialize(pins))
+            return self._builder.build(value, self._manager.batch.materialize(pins))
 
     def _forbid_inherited(self) -> None:
         if self._manager.inherited:
@@ -74,7 +74,7 @@ class Reader:
             self._verify()
             try:
                 # All at once, and out of what was promised.
-                self._manager.materialize(admission)
+                self._manager.batch.materialize(admission)
             except DataLostError as error:
                 raise _named(error, values) from error
         found = {}
@@ -99,7 +99,8 @@ class Reader:
             return result
         self._verify()
         # What arrived after it was admitted is not in the admission.
-        pins = None if admission is not None and units.keys() <= admission.pids.keys() else self._manager.pin(units)
+        covered = admission is not None and units.keys() <= admission.pids.keys()
+        pins = None if covered else self._manager.admission.pin(units)
         held = dict(values)  # the skeletons, and so the units
 
         def build(source: Future[dict[Hashable, Any]]) -> None:
@@ -116,13 +117,13 @@ class Reader:
 
         def read_rest(_: object = None) -> None:
             assert pins is not None
-            self._manager.materialize_later(pins).add_done_callback(build)
+            self._manager.batch.materialize_later(pins).add_done_callback(build)
 
         if admission is None:
             read_rest()
         else:
             # First all that was promised, and out of it. What fails there fails again below.
-            self._manager.materialize_later(admission).add_done_callback(build if pins is None else read_rest)
+            self._manager.batch.materialize_later(admission).add_done_callback(build if pins is None else read_rest)
         return result
 
 

@@ -123,7 +123,7 @@ class DeviceTier:
             spill_timeout=spill_timeout,
             name=f"{name}-device",
         )
-        self._end_release = device.release_by(self.manager.reap)
+        self._end_release = device.release_by(self.manager.engine.reap)
         self.patience = 0
         self._ended: OrderedDict[Hashable, tuple[Unit, ...]] = OrderedDict()
         self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
@@ -155,7 +155,7 @@ class DeviceTier:
         self.settle()
         self._guard.verify()
         if label is not None:
-            self.manager.settle(label)
+            self.manager.admission.settle(label)
         found = self._disassembler.disassemble(value)
         if found is not value:
             try:
@@ -176,7 +176,7 @@ class DeviceTier:
         skeleton = self.proxify(value, key)
         if skeleton is value:
             return None
-        self.expect_use(skeleton, self._host.next_use(key), key)
+        self.expect_use(skeleton, self._host.uses.next(key), key)
         return skeleton, self.host_nbytes(skeleton, nbytes)
 
     # -- out ---------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class DeviceTier:
         self.settle()
         self._guard.verify()
         units = dict.fromkeys(unit for value in values if type(value) is Skeleton for unit in value.units)
-        admission = self.manager.admit(label, units, output_nbytes, arriving=arriving, order=order)
+        admission = self.manager.admission.admit(label, units, output_nbytes, arriving=arriving, order=order)
         self.ahead.needed_now(units)
         return admission
 
@@ -276,7 +276,7 @@ class DeviceTier:
         if order is not None:
             for unit in value.units:
                 unit.users.add(user)
-            self.manager.expect_uses(value.units, order, user)
+            self.manager.uses.expect(value.units, order, user)
             self._ended.pop(user, None)
         elif any(user in unit.users for unit in value.units):
             # It stays what is needed soonest, and so leaves last, until enough others were used up.
@@ -287,7 +287,7 @@ class DeviceTier:
     def _drop_uses(self, user: Hashable, units: Iterable[Unit]) -> None:
         for unit in units:
             unit.users.discard(user)
-        self.manager.drop_uses(units, user)
+        self.manager.uses.drop(units, user)
 
     def prefetch(self, values: Iterable[Any]) -> int:
         """Begin to bring what values have, which are going to be needed in this order; see :meth:`Lookahead.bring`."""
@@ -295,8 +295,8 @@ class DeviceTier:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would leave half of the limit free."""
-        manager = self.manager
-        return manager.limit is None or manager.memory_total() + manager.offset + nbytes < manager.limit // 2
+        limits = self.manager.limits
+        return limits.limit is None or self.manager.memory_total() + limits.offset + nbytes < limits.limit // 2
 
     def new_nbytes(self, value: Any) -> int:
         """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
@@ -324,12 +324,12 @@ class DeviceTier:
         while book.unsettled:  # more follows from what is let go of here
             for unit in book.settle():
                 for user in list(unit.users):
-                    self.manager.drop_uses([unit], user)
+                    self.manager.uses.drop([unit], user)
                 with suppress(KeyError):
                     self.manager.discard(unit)
         lingering = book.lingering_nbytes
-        if lingering != self.manager.offset:
-            self.manager.set_offset(lingering)
+        if lingering != self.manager.limits.offset:
+            self.manager.limits.set_offset(lingering)
 
     @property
     def skeletons(self) -> int:

@@ -143,7 +143,7 @@ def test_a_store_has_a_tier_for_it(machine, tmp_path):
     store = build_store(Settings.load(device="cuda", device_memory_limit=0.5), str(tmp_path))
     try:
         assert store.tier.device is cuda.device()
-        assert store.tier.manager.limit == 5000
+        assert store.tier.manager.limits.limit == 5000
         assert driver.connected()
         assert store.statistics().device_limit == 5000
         assert driver.streams == 0

@@ -180,7 +180,7 @@ def test_units_to_disk_and_back(driver, tmp_path):
         kept = [tier.proxify([simulated.asarray(value)]) for value in values]
         for rounds in (1, 2):
             tier.settle()
-            tier.manager.evict_all()
+            tier.manager.limits.evict_all()
             assert device.statistics().live_bytes == 0
             assert store.statistics().payload_nbytes == sum(value.nbytes for value in values)
             for skeleton, value in zip(kept, values, strict=True):

@@ -109,7 +109,7 @@ async def all_spilled(*workers) -> None:
     """Spill whatever can be spilled."""
     for worker in workers:
         await asyncio.to_thread(_results_let_go, worker)
-        await asyncio.to_thread(worker.data.manager.evict_all)
+        await asyncio.to_thread(worker.data.manager.limits.evict_all)
 
 
 def _results_let_go(worker) -> None:

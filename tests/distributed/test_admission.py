@@ -242,8 +242,8 @@ async def test_inputs_of_a_running_task_are_not_spilled(c, s, a):
 @spilling(limits=("1 GiB",), nthreads=[("", 1)])
 async def test_nothing_is_admitted_while_there_is_plenty_of_room(c, s, a):
     admitted = []
-    admit = a.data.manager.admit
-    a.data.manager.admit = lambda *args, **kwargs: admitted.append(args) or admit(*args, **kwargs)
+    admit = a.data.manager.admission.admit
+    a.data.manager.admission.admit = lambda *args, **kwargs: admitted.append(args) or admit(*args, **kwargs)
     assert await c.submit(sum, c.map(inc, range(10))) == 55
     assert not admitted
     x = c.submit(block_of, MB)
@@ -378,13 +378,13 @@ async def test_what_a_task_gathers_is_as_urgent_as_the_task(c, s, a):
     await wait(x)
     await all_spilled(a)
     asked = []
-    get_many = a.data.manager.get_many
+    get_many = a.data.manager.batch.get_many
 
     def watched(keys, missing="raise", *, order=()):
         asked.append((list(keys), order, a.state.tasks["gathers"].priority))
         return get_many(keys, missing, order=order)
 
-    a.data.manager.get_many = watched
+    a.data.manager.batch.get_many = watched
 
     def gathers():
         with worker_client() as client:
@@ -423,8 +423,10 @@ async def test_seceded_tasks_keep_no_room_for_their_outputs(c, s, a):
     # One after the other they were promised room for an output, and no more.
     assert statistics.host_nbytes >= before - 4 * MB
     asked = []
-    reserve = a.data.manager.reserve
-    a.data.manager.reserve = lambda *args, **kwargs: asked.append(kwargs["outputs"]) or reserve(*args, **kwargs)
+    reserve = a.data.manager.admission.reserve
+    a.data.manager.admission.reserve = lambda *args, **kwargs: (
+        asked.append(kwargs["outputs"]) or reserve(*args, **kwargs)
+    )
     await event.set()
     assert await c.gather([c.submit(len, future) for future in seceded]) == [2 * MB] * 10
     assert sorted(key for outputs in asked for key in outputs) == sorted(future.key for future in seceded)

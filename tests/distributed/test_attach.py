@@ -35,7 +35,7 @@ async def works(c, worker_data=None):
 
         data = dask_worker.data
         for _ in range(1000):
-            await asyncio.to_thread(data.manager.evict_all)
+            await asyncio.to_thread(data.manager.limits.evict_all)
             if data.statistics().spills or not data:
                 break
             await asyncio.sleep(0.01)  # for a moment, a thread that has run a task still holds the result

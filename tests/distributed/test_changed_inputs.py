@@ -39,7 +39,7 @@ async def test_what_a_running_task_has_in_hand_is_not_written(c, s, a):
     await half.wait()
     try:
         for _ in range(10):
-            await asyncio.to_thread(a.data.manager.evict_all)
+            await asyncio.to_thread(a.data.manager.limits.evict_all)
         assert a.data.statistics().spills == 0
     finally:
         await go.set()
@@ -68,7 +68,7 @@ async def test_a_task_is_given_what_is_being_written(c, s, a, monkeypatch, ends,
 
     monkeypatch.setattr(records, "write", held_up)
     x = await c.scatter(np.zeros(SIZE), hash=False)
-    evicting = asyncio.create_task(asyncio.to_thread(manager.evict_all))
+    evicting = asyncio.create_task(asyncio.to_thread(manager.limits.evict_all))
     await asyncio.to_thread(writing.wait, 60)
     task = c.submit(bump, x, half, go)
     await half.wait()

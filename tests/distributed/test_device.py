@@ -74,11 +74,11 @@ async def off_device(worker):
     def empty():
         # Whoever made or used a value may let go of it a little later.
         tier.settle()
-        tier.manager.evict_all()
+        tier.manager.limits.evict_all()
         return not tier.statistics().device_nbytes
 
     await async_poll_for(empty, timeout=10)
-    await asyncio.to_thread(worker.data.manager.evict_all)
+    await asyncio.to_thread(worker.data.manager.limits.evict_all)
 
 
 async def checked(worker):

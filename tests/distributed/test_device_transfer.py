@@ -216,8 +216,8 @@ async def test_readers_other_than_tasks(c, s, a, b, device):
 
     assert await c.submit(later, xs[2], workers=[b.address]) == 2 * CHUNK // 8
     # Reading ahead would decode them without asking for room.
-    await asyncio.to_thread(b.data.manager.evict_all)
-    assert b._gpuspill.hints._manager.prefetch([*keys[3:], "unknown"]) == 0
+    await asyncio.to_thread(b.data.manager.limits.evict_all)
+    assert b._gpuspill.hints._uses.prefetch([*keys[3:], "unknown"]) == 0
     assert all(type(b.data.manager.look(key)) is Skeleton for key in keys[:3])
     assert all(b.data.manager.tier_of(key) is Tier.DISK for key in keys[3:])
     await c.cancel(xs)
@@ -233,7 +233,7 @@ async def test_what_is_sent_is_made_a_value_at_a_time(c, s, a, b, device):
     await wait([*xs, z])
     await off_device(a)
     tier = a.data.tier
-    tier.manager.set_limit(2 * CHUNK, None)
+    tier.manager.limits.set_limit(2 * CHUNK, None)
     assert await c.submit(total, xs[0], workers=[a.address]) == 0  # one of them is there again
     sent = {}
     receivers = {

@@ -19,13 +19,13 @@ class Recorder:
     def __init__(self, spilled=0):
         self.uses = {}
         self.prefetched = []
-        self.spilled_count = spilled
+        self.away = spilled
 
-    def expect_uses(self, keys, order, user):
+    def expect(self, keys, order, user):
         for key in keys:
             self.uses[key, user] = order
 
-    def drop_uses(self, keys, user):
+    def drop(self, keys, user):
         for key in keys:
             self.uses.pop((key, user), None)
 
@@ -165,7 +165,7 @@ def test_errors_are_logged_once(caplog):
     """distributed swallows what plugins raise."""
 
     class Broken(Recorder):
-        def expect_uses(self, keys, order, user):
+        def expect(self, keys, order, user):
             raise ZeroDivisionError
 
     hints, _ = make(Broken())

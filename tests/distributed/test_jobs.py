@@ -40,7 +40,7 @@ def store(tmp_path):
     store = build_store(Settings(), str(tmp_path))
     store["x"] = np.ones(1000)
     store["y"] = np.zeros(1000)
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     yield store
     statistics = store.statistics()
     assert statistics.pinned_nbytes == statistics.reserved_nbytes == statistics.waiting == 0
@@ -49,7 +49,7 @@ def store(tmp_path):
 
 
 def job_for(store, keys, output=0, wait=True):
-    return Job(store.manager, store.manager.admit("out", keys, output), wait=wait)
+    return Job(store.manager, store.manager.admission.admit("out", keys, output), wait=wait)
 
 
 def metered(function):
@@ -94,14 +94,14 @@ def test_values_are_not_kept(store):
     job.prepare()
     ref = weakref.ref(job.take()["x"])
     job.abandon()
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     assert ref() is None
 
 
 def blocked(store):
     """Fill the memory; what could make room is for a disk that is slow."""
-    store.manager.set_limit(20_000, None)
-    holder = store.manager.admit(None, (), 15_000)
+    store.manager.limits.set_limit(20_000, None)
+    holder = store.manager.admission.admit(None, (), 15_000)
     store["z"] = np.ones(1000)
     return holder
 
@@ -163,7 +163,7 @@ def test_errors_come_out_of_take(store):
             return _fail, ()
 
     store["bad"] = Unreadable()
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     job = job_for(store, ["bad"])
     job.prepare()
     with pytest.raises(ZeroDivisionError):
@@ -275,7 +275,7 @@ def test_granted(store):
         write = store.records.store.write
         store.records.store.write = lambda *args: (gate.wait(10), write(*args))[1]
         holder = blocked(store)
-        admission = store.manager.reserve(10_000)
+        admission = store.manager.admission.reserve(10_000)
         waiting = asyncio.ensure_future(granted(admission))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -311,6 +311,6 @@ def test_resident_view_reads_nothing(store):
     assert "unknown" not in view
     store["z"] = np.ones(10)
     assert "z" in view
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     assert view["z"].sum() == 10  # held since it was asked for
     assert store.statistics().restores == 0

@@ -32,7 +32,7 @@ def store(tmp_path: Any) -> Any:
 def test_a_spilled_value_is_the_value(store: Any, make: Any) -> None:
     assert difference(kinds_table.by_gpuspill(make()), make()) is None
     store["x"] = make()
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     assert difference(store["x"], make()) is None
 
 
@@ -49,7 +49,7 @@ def test_most_kinds_go_to_disk(store: Any) -> None:
     for library, kinds in CORE.items():
         for name, make in kinds.items():
             store[library, name] = make()
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     statistics = store.statistics()
     assert statistics.unspillable == 0
     assert len(store.disk) >= 0.9 * len(store)

@@ -64,7 +64,7 @@ def gate(store):
 
 
 def spill(store, *keys):
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     assert all(not store.manager.is_resident(key) for key in keys)
 
 
@@ -76,7 +76,7 @@ def test_is_a_mapping(store):
 def test_is_a_mapping_while_it_spills(tmp_path, limit):
     store = build_store(Settings(), str(tmp_path))
     try:
-        store.manager.set_limit(limit, None)
+        store.manager.limits.set_limit(limit, None)
         store["a"] = 1
         store["b"] = [2]
         assert store == {"a": 1, "b": [2]}
@@ -108,7 +108,7 @@ def test_same_object_while_it_is_in_memory(store):
 def test_same_object_after_spilling_while_somebody_holds_it(store):
     value = np.ones(1000)
     store["x"] = value
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     assert store["x"] is value
 
 
@@ -117,7 +117,7 @@ def test_nothing_but_reading_waits_for_the_disk(store, gate):
     for i in range(4):
         store[i] = np.full(1000, i)
     gate.open.clear()
-    store.manager.set_limit(1, None)
+    store.manager.limits.set_limit(1, None)
     assert gate.waiting.acquire(timeout=10)  # a write hangs
     store["new"] = 1
     store[0] = 2
@@ -350,7 +350,7 @@ def test_async_get_reads_what_is_spilled(store, gate):
 
 def test_set_then_async_get_never_raises(store):
     async def main():
-        store.manager.set_limit(1, None)
+        store.manager.limits.set_limit(1, None)
         for i in range(50):
             store["x"] = i
             assert await store.async_get(["x"]) == {"x": i}
@@ -462,7 +462,7 @@ def test_memory_total_is_without_offset_and_offset_spills(store):
     store.on_store = lambda key, value: nbytes
     store["x"] = np.ones(1000)
     store["y"] = np.ones(1000)
-    store.manager.set_limit(3 * nbytes, None)
+    store.manager.limits.set_limit(3 * nbytes, None)
     assert store.memory_total() == 2 * nbytes
     store.set_offset(2 * nbytes)
     wait_until(lambda: store.memory_total() == nbytes)
@@ -548,7 +548,7 @@ def test_what_is_on_disk_is_counted_in_blocks(tmp_path):
     try:
         for n in range(10):
             store[n] = float(n)
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         assert store.spilled_total.disk == 10 * os.statvfs(tmp_path).f_frsize
     finally:
         store.close()

@@ -84,7 +84,7 @@ class Mapping(RuleBasedStateMachine):
     def build(self, limit, device_limit):
         settings = Settings(device="simulated", device_memory_limit=device_limit, host_limit=limit)
         self.store = build_store(settings, self.directory)
-        self.store.manager.set_limit(limit, None)
+        self.store.manager.limits.set_limit(limit, None)
 
     @rule(key=KEYS, kind=KINDS, size=SIZES)
     def put(self, key, kind, size):
@@ -151,11 +151,11 @@ class Mapping(RuleBasedStateMachine):
 
     @rule(limit=st.sampled_from([None, 1, 3000, 10_000]))
     def limit(self, limit):
-        self.store.manager.set_limit(limit, None)
+        self.store.manager.limits.set_limit(limit, None)
 
     @rule()
     def evict(self):
-        self.store.manager.evict_all()
+        self.store.manager.limits.evict_all()
 
     @invariant()
     def holds_the_keys(self):

@@ -359,7 +359,7 @@ def test_spill_compression(tmp_path, compression, smaller):
         store = build_store(Settings(), str(tmp_path))
     try:
         store["x"] = np.zeros(100_000)
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         assert store.spilled_total.memory >= 800_000
         assert (store.spilled_total.disk < 100_000) is smaller
     finally:

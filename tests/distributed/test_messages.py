@@ -83,7 +83,7 @@ def test_a_directory_in_memory_draws_one_warning(tmp_path, monkeypatch, caplog, 
     store = build_store(Settings(spill_directory=str(tmp_path)), "/nowhere")
     for number in range(10):
         store[number] = np.zeros(1000)
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     store.close()
     messages = [record.getMessage() for record in caplog.records]
     if kind not in ("tmpfs", "ramfs"):
@@ -110,9 +110,9 @@ def test_a_full_disk_names_the_settings_that_help(tmp_path, monkeypatch, caplog,
     monkeypatch.setattr("gpuspill.distributed.factory.file_system_type", lambda path: "ext4")
     store = build_store(Settings(spill_directory=str(tmp_path) if given else None), str(tmp_path))
     try:
-        store.manager.set_limit(None, None, disk_limit_from="gpuspill.max-spill")
+        store.manager.limits.set_limit(None, None, disk_limit_from="gpuspill.max-spill")
         store["x"] = np.zeros(1000)
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         assert store.manager.is_resident("x")
     finally:
         store.close()

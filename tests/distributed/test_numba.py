@@ -92,7 +92,7 @@ def teach():
 
 
 async def evict_all(dask_worker):
-    await asyncio.to_thread(dask_worker.data.manager.evict_all)
+    await asyncio.to_thread(dask_worker.data.manager.limits.evict_all)
     dask_worker.data.manager.validate()
     return dask_worker.data.statistics()
 

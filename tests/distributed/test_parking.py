@@ -42,15 +42,15 @@ async def test_a_parked_value_is_spilled_and_comes_back(c, s, a):
         store = get_worker().memory_manager.data
         handle = gpuspill.proxify(np.arange(10_000))
         before = len(store), list(store)
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         assert store.manager.spilled_count == 1
         with handle as first:
             assert first.sum() == 49_995_000
-            store.manager.evict_all()
+            store.manager.limits.evict_all()
             with handle as again:
                 assert again is first  # pinned
         del first, again
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         assert store.manager.spilled_count == 1
         assert store.statistics().pinned_nbytes == 0
         return before, int(handle.resolve()[7])
@@ -123,7 +123,7 @@ async def test_parking_does_not_wait_for_what_never_comes(c, s, a):
 async def test_handles_in_containers(c, s, a):
     def task():
         handles = {"x": gpuspill.proxify(np.ones(10)), "y": [gpuspill.proxify("text"), 1]}
-        manager().evict_all()
+        manager().limits.evict_all()
         found = gpuspill.unproxify(handles)
         assert gpuspill.unproxify(5) == 5
         assert gpuspill.unproxify(gpuspill.proxify({"in": [gpuspill.proxify(7)]})) == {"in": [7]}
@@ -137,7 +137,7 @@ async def test_handles_in_containers(c, s, a):
 async def test_a_handle_travels_as_its_value(c, s, a):
     def task():
         handle = gpuspill.proxify(np.arange(10_000))
-        manager().evict_all()
+        manager().limits.evict_all()
         return pickle.dumps([handle, 1])
 
     value, one = pickle.loads(await c.submit(task))
@@ -204,9 +204,9 @@ async def test_parked_on_a_device(c, s, a, device):  # noqa: F811
         store = get_worker().memory_manager.data
         handle = gpuspill.proxify({"x": make(3)})
         store.tier.settle()
-        store.tier.manager.evict_all()
+        store.tier.manager.limits.evict_all()
         assert simulated.device().statistics().live_bytes == 0
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         with handle as value:
             return int(asnumpy(value["x"]).sum())
 
@@ -259,7 +259,7 @@ async def test_a_task_that_forks(c, s, a):
     def task():
         store = get_worker().memory_manager.data
         handle = gpuspill.proxify(np.arange(10_000))
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         for _ in range(3):
             in_child(partial(child, handle, store))
         return handle.resolve().sum()
@@ -298,7 +298,7 @@ async def test_a_handle_that_is_dropped_while_it_is_open_keeps_nothing(c, s, a, 
 async def test_a_task_that_returns_a_handle_returns_the_value(c, s, a, wrap):
     def task():
         handle = gpuspill.proxify(np.arange(NBYTES // 8))
-        get_worker().memory_manager.data.manager.evict_all()
+        get_worker().memory_manager.data.manager.limits.evict_all()
         return wrap(handle)
 
     def look(x):
@@ -319,7 +319,7 @@ async def test_a_task_that_returns_a_handle_of_what_is_lost_fails(c, s, a):
     def task():
         store = get_worker().memory_manager.data
         handle = gpuspill.proxify(np.arange(NBYTES // 8))
-        store.manager.evict_all()
+        store.manager.limits.evict_all()
         for path in pathlib.Path(get_worker().local_directory).rglob("*"):
             if path.is_file() and path.name.isdigit():
                 path.unlink()

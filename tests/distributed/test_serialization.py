@@ -442,7 +442,7 @@ class TestWhatCannotBeMadeAgain:
             future = client.scatter(Unloadable(), hash=False) if scattered else client.submit(Unloadable)
             wait(future)
             (worker,) = cluster.workers.values()
-            worker.data.manager.evict_all()
+            worker.data.manager.limits.evict_all()
             assert not worker.data.manager.is_resident(future.key)
             used = client.submit(name_of, future)
             with pytest.raises(ZeroDivisionError) as caught:
@@ -453,7 +453,7 @@ class TestWhatCannotBeMadeAgain:
                     future.result(timeout=30)
                 return
             assert type(future.result(timeout=30)) is Unloadable
-            worker.data.manager.evict_all()
+            worker.data.manager.limits.evict_all()
             assert worker.data.manager.is_resident(future.key)
             assert client.submit(name_of, future, pure=False).result(timeout=30) == "Unloadable"
 

@@ -85,7 +85,7 @@ def test_a_type_for_which_dask_fails_to_find_a_size_or_a_way(store, foreign, cap
     store.on_store = None
     store["x"] = foreign(10_000)
     store["y"] = np.ones(3)
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     statistics = store.statistics()
     assert store.manager.nbytes("x") == statistics.estimated_nbytes == 10_000
     assert (statistics.unspillable, statistics.disk_keys) == (0, 2), "it is pickled"
@@ -138,7 +138,7 @@ def test_what_is_no_size_is_charged_as_one(store, size, way):
     store.manager.store("y", np.ones(3), 24)
     assert store.manager.nbytes("x") == expected
     assert type(store.statistics().host_nbytes) is int
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     assert not store.manager.is_resident("y")
     store["x"]
     del store["x"], store["y"]
@@ -192,7 +192,7 @@ def test_what_cudf_spills_by_itself_is_external(store, cudf):
     statistics = store.statistics()
     assert statistics.device_external_nbytes == 8000
     assert statistics.host_nbytes == 0 + 100 + 24
-    store.manager.evict_all()
+    store.manager.limits.evict_all()
     assert store.manager.is_resident("x")
     assert store.manager.is_resident("y")
     assert not store.manager.is_resident("z")

@@ -392,12 +392,12 @@ async def die_when_read(dask_worker):
     """Kill this worker's process when it reads a record for somebody else."""
     manager = dask_worker.data.manager
     while manager.statistics().disk_keys < 4:
-        await asyncio.to_thread(manager.evict_all)
+        await asyncio.to_thread(manager.limits.evict_all)
 
     def die(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    manager._gatherer.export = die
+    manager.batch.export = die
 
 
 @pytest.mark.fault("process killed", on="send", outcome="computed anew")
@@ -448,7 +448,7 @@ async def test_incoming_bytes_wait_for_room_before_they_are_requested():
         spiller = b.data.manager._spiller
         spiller._store = GatedStore(spiller._store)
         gate = spiller._store.before["write"] = Gate()
-        with b.data.manager.reserve(2 * NBYTES) as promised:
+        with b.data.manager.admission.reserve(2 * NBYTES) as promised:
             assert promised.granted
             async with opened(gate):
                 y = c.submit(Counted, NBYTES, 9, workers=[b.address])
@@ -466,7 +466,7 @@ async def test_incoming_bytes_wait_for_room_before_they_are_requested():
 async def test_incoming_bytes_do_not_wait_for_what_will_not_come():
     async with pair(limits=(None, 2 * NBYTES)) as (c, s, a, b):
         (x,) = await spilled(c, a)
-        with b.data.manager.reserve(2 * NBYTES):
+        with b.data.manager.admission.reserve(2 * NBYTES):
             await acquired(s, b, [x])
             assert b.data.statistics().overruns == 1
         await quiet(b)

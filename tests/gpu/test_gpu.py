@@ -155,9 +155,9 @@ class Rig:
     def to_disk(self):
         gc.collect()
         self.tier.settle()
-        self.tier.manager.evict_all()
+        self.tier.manager.limits.evict_all()
         assert self.tier.statistics().device_nbytes == 0
-        self.host.evict_all()
+        self.host.limits.evict_all()
 
     def close(self):
         self.skeletons.clear()
@@ -210,7 +210,7 @@ def test_device_host_disk_and_back(driver, make, library, plan):
     for i, host in enumerate(values):
         rig.put(i, {"value": [asarray(host)]})
     for host_limit in (None, 0):  # by way of the host's memory, and past it
-        rig.host.set_limit(host_limit, None)
+        rig.host.limits.set_limit(host_limit, None)
         rig.to_disk()
         for i, host in enumerate(values):
             np.testing.assert_array_equal(asnumpy(rig.get(i)["value"][0]).ravel(), host)

@@ -66,7 +66,7 @@ def test_arrays_there_and_back(device, tmp_path, found):
     for _ in range(2):
         gc.collect()
         tier.settle()
-        tier.manager.evict_all()
+        tier.manager.limits.evict_all()
         assert tier.statistics().device_nbytes == 0
         for size in sizes:
             array, half = tier.resolve(kept[size])

@@ -33,11 +33,11 @@ class Rig:
     def to_host(self):
         gc.collect()
         self.tier.settle()
-        self.tier.manager.evict_all()
+        self.tier.manager.limits.evict_all()
 
     def to_disk(self):
         self.to_host()
-        self.host.evict_all()
+        self.host.limits.evict_all()
 
     def close(self):
         self.skeletons.clear()

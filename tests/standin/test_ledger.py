@@ -93,11 +93,11 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def leave_the_device(self):
         self.rig.tier.settle()
-        self.rig.tier.manager.evict_all()
+        self.rig.tier.manager.limits.evict_all()
 
     @rule()
     def go_to_disk(self):
-        self.rig.host.evict_all()
+        self.rig.host.limits.evict_all()
 
     @rule(more=st.integers(1, 20_000))
     def run_out_of_memory(self, more):

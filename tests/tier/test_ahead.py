@@ -30,7 +30,7 @@ class Rig:
         self.keys = {}
         self._ended = queue.Queue()
         manager, asked = self.tier.manager, set()
-        admit, release = manager.admit, manager._admitter.release
+        admit, release = manager.admission.admit, manager.admission.release
 
         def noted_admit(*args, **kwargs):
             admission = admit(*args, **kwargs)
@@ -42,7 +42,7 @@ class Rig:
             if admission in asked:
                 self._ended.put(admission)
 
-        manager.admit, manager._admitter.release = noted_admit, noted_release
+        manager.admission.admit, manager.admission.release = noted_admit, noted_release
 
     def put(self, keys):
         for key in keys:
@@ -66,11 +66,11 @@ class Rig:
     def spill(self, keys):
         """Make these leave, and no others."""
         others = [unit for key, value in self.keys.items() if key not in keys for unit in value.units]
-        with self.tier.manager.pin(others):
-            self.tier.manager.evict_all()
+        with self.tier.manager.admission.pin(others):
+            self.tier.manager.limits.evict_all()
 
     def next_use(self, key):
-        return self.tier.manager.next_use(self.keys[key].units[0])
+        return self.tier.manager.uses.next(self.keys[key].units[0])
 
     def close(self):
         self.tier.validate()
@@ -102,7 +102,7 @@ def filled(make, limit, spilled, resident, **options):
     rig.put(spilled + resident)
     rig.spill(spilled)
     assert rig.on_device() == resident
-    rig.tier.manager.set_limit(limit * BLOCK, None)
+    rig.tier.manager.limits.set_limit(limit * BLOCK, None)
     return rig
 
 
@@ -166,7 +166,7 @@ def test_nothing_that_is_needed_sooner_leaves_for_what_tasks_return(make):
 
 def test_not_everything_at_once(make):
     rig = filled(make, 20, "abcdefghijkl", "")
-    rig.tier.manager.materialize_later = lambda admission: future
+    rig.tier.manager.batch.materialize_later = lambda admission: future
     future = type("Never", (), {"add_done_callback": lambda self, callback: callbacks.append(callback)})()
     callbacks = []
     assert rig.prefetch("abcdefghijkl") == 8
@@ -218,7 +218,7 @@ def test_what_was_used_up_last_leaves_last(make):
     rig.expect(b=None)  # told again
     assert rig.next_use("b") == (2,)
     for left in ("bc", "b", ""):
-        rig.tier.manager.make_room(1)
+        rig.tier.manager.limits.make_room(1)
         assert rig.on_device() == left
 
 
@@ -240,7 +240,7 @@ def test_without_patience_what_was_used_up_leaves_first(make):
     rig.expect(a=None)
     assert rig.next_use("a") is None
     for left in ("bc", "b", ""):
-        rig.tier.manager.make_room(1)
+        rig.tier.manager.limits.make_room(1)
         assert rig.on_device() == left
 
 
@@ -256,7 +256,7 @@ def test_a_spill_waits_for_what_was_enqueued_for_its_unit(make, monkeypatch, kno
         run_kernel(np.zeros, 3, seconds=100.0)
     rig.keys["x"] = rig.tier.proxify(x)
     del x
-    rig.tier.manager.make_room(1)
+    rig.tier.manager.limits.make_room(1)
     assert rig.on_device() == ""
     took = rig.device.clock.now() - start
     assert 2.0 <= took < 3.0 if knows else took >= 100.0

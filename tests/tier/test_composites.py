@@ -105,12 +105,12 @@ class Rig:
 
     def to_host(self):
         self.tier.settle()
-        self.tier.manager.evict_all()
+        self.tier.manager.limits.evict_all()
         self.tier.settle()
 
     def to_disk(self):
         self.to_host()
-        self.host.evict_all()
+        self.host.limits.evict_all()
         assert self.host.memory_total() == 0
 
     def live(self):
@@ -257,7 +257,7 @@ def test_a_type_that_nobody_knows_is_sized_by_its_interface_and_moves_whole(rig,
     assert rig.get("a") is value  # somebody has it
     del value
     if full:
-        rig.host.set_limit(0, None)
+        rig.host.limits.set_limit(0, None)
     rig.to_disk()
     statistics = rig.tier.statistics()
     assert (statistics.device_nbytes, statistics.estimated_nbytes, statistics.direct_spills) == (0, 8000, full)
@@ -344,10 +344,10 @@ def test_in_the_middle_of_a_spill(rig, monkeypatch, meanwhile):
             rig.put("g", rig.get("f").columns["x"][3:])
         else:
             # In a thread of its own that would wait for the spill; here whoever copies asks, and gets the other column.
-            assert rig.tier.manager.make_room(0) == 0
+            assert rig.tier.manager.limits.make_room(0) == 0
 
     in_the_middle(rig, monkeypatch, "copy_to_host", action)
-    rig.tier.manager.make_room(80)
+    rig.tier.manager.limits.make_room(80)
     rig.tier.settle()
     statistics = rig.tier.statistics()
     assert rig.live() == statistics.device_nbytes + statistics.lingering_nbytes
@@ -383,7 +383,7 @@ def test_in_the_middle_of_a_restore(rig, monkeypatch, meanwhile):
         elif meanwhile == "overwrite":
             rig.put("f", asarray(np.zeros(3)))
         elif meanwhile == "evict":
-            rig.tier.manager.evict_all()
+            rig.tier.manager.limits.evict_all()
         else:
             del rig.keys["g"]
 

@@ -74,7 +74,7 @@ class Rig:
     def leave(self):
         """Let everything leave the device; returns the bytes that were freed."""
         self.tier.settle()
-        freed = self.tier.manager.make_room(self.device.statistics().live_bytes)
+        freed = self.tier.manager.limits.make_room(self.device.statistics().live_bytes)
         self.tier.settle()
         return freed
 
@@ -87,14 +87,14 @@ class Rig:
     def records(self):
         """Return the names of the files there are, once what was to be deleted is."""
         deleted = threading.Event()
-        self.host._engine.delete(deleted.set)
+        self.host.engine.delete(deleted.set)
         assert deleted.wait(60)
         return sorted(set(os.listdir(self.files.path)) - {"lock"})
 
     def rest(self):
         """Want no more room, and wait until what is on its way has arrived."""
-        self.host.set_limit(None, None)
-        self.tier.manager.set_limit(None, None)
+        self.host.limits.set_limit(None, None)
+        self.tier.manager.limits.set_limit(None, None)
         deadline = time.monotonic() + 60
         while self.files.statistics().reserved_nbytes or self.host._metadata.state.spilling:
             assert time.monotonic() < deadline
@@ -185,9 +185,9 @@ def test_when_the_host_is_full_it_goes_straight_to_disk(rig):
 def test_only_where_the_host_has_no_room(make, room):
     """To the byte; also when the host is over its limit. What nobody accounts for takes room too."""
     rig = make(host_limit=None if room is None else 10**6)
-    with rig.host.pin(["filler"]):
+    with rig.host.admission.pin(["filler"]):
         if room is not None:
-            rig.host.set_offset(10**6 - FILLER - room)
+            rig.host.limits.set_offset(10**6 - FILLER - room)
         rig.put("x", asarray(numbers()))
         rig.leave()
         if room is not None and room < UNIT + HEADER:
@@ -198,13 +198,13 @@ def test_only_where_the_host_has_no_room(make, room):
             assert rig.host.memory_total() == FILLER + HEADER + UNIT
             assert rig.allocated == [UNIT]
         np.testing.assert_array_equal(asnumpy(rig.get("x")), numbers())
-        rig.host.set_offset(0)  # or the filler would begin to leave
+        rig.host.limits.set_offset(0)  # or the filler would begin to leave
 
 
 def test_clean_values_make_room_for_it(make):
     """Letting go of what is on disk as well costs no write; the unit would."""
     rig = make(host_limit=UNIT + HEADER)
-    rig.host.evict_all()
+    rig.host.limits.evict_all()
     assert rig.host.get("filler") == bytearray(FILLER)
     rig.put("x", asarray(numbers()))
     rig.leave()
@@ -262,10 +262,10 @@ def test_the_record_is_as_any_other(rig, monkeypatch):
     with open(os.path.join(rig.files.path, *rig.records()), "rb") as file:
         straight_there = file.read()
     rig.get("x")
-    rig.host.set_limit(None, None)
+    rig.host.limits.set_limit(None, None)
     rig.leave()
-    with rig.host.pin(["filler"]):
-        rig.host.evict_all()
+    with rig.host.admission.pin(["filler"]):
+        rig.host.limits.evict_all()
     with open(os.path.join(rig.files.path, *rig.records()), "rb") as file:
         assert file.read() == straight_there
 
@@ -296,7 +296,7 @@ def test_views_types_strides_and_sharing_come_back(rig):
 def test_a_unit_without_bytes(make):
     rig = make(host_limit=0)
     rig.put("x", asarray(np.empty((0, 3))))
-    rig.tier.manager.evict_all()
+    rig.tier.manager.limits.evict_all()
     assert rig.get("x").shape == (0, 3)
 
 
@@ -351,7 +351,7 @@ def test_if_the_disk_fails_at_a_piece_it_waits_for_room_in_memory(rig, monkeypat
     """The disk takes the host's value a moment later; so there is room, and the bytes are copied anew."""
     rig.put("x", asarray(numbers()))
     calls = fail_nth(monkeypatch, os, "writev", nth, lambda: OSError(number, os.strerror(number)))
-    rig.host.set_limit(UNIT + HEADER, None)
+    rig.host.limits.set_limit(UNIT + HEADER, None)
     assert rig.leave() == UNIT
     assert len(calls) > nth
     assert rig.statistics().direct_spills == 0
@@ -365,7 +365,7 @@ def test_if_the_disk_fails_at_a_piece_it_waits_for_room_in_memory(rig, monkeypat
 @pytest.mark.parametrize("name", ["open", "fstat"])
 def test_so_it_does_if_the_file_cannot_be_made(rig, monkeypatch, name):
     rig.put("x", asarray(numbers()))
-    rig.host.set_limit(UNIT + HEADER, None)
+    rig.host.limits.set_limit(UNIT + HEADER, None)
     fail_nth(monkeypatch, os, name, 1, lambda: OSError(errno.EIO, "broken"))
     assert rig.leave() == UNIT
     assert rig.statistics().direct_spills == 0
@@ -380,7 +380,7 @@ def test_beyond_the_quota_it_is_kept_in_memory(make, who):
     rig = make(disk_limit=UNIT if who == "the manager" else None)
     if who == "the store":
         rig.files.set_quota(UNIT)
-    with rig.host.pin(["filler"]):
+    with rig.host.admission.pin(["filler"]):
         rig.put("x", asarray(numbers()))
         assert rig.leave() == UNIT
         assert rig.statistics().direct_spills == 0
@@ -407,7 +407,7 @@ def test_a_disk_that_stays_full(make, monkeypatch):
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 5])
 def test_a_copy_that_fails_once_is_made_again(rig, monkeypatch, nth):
-    rig.host.set_limit(UNIT + HEADER, None)
+    rig.host.limits.set_limit(UNIT + HEADER, None)
     rig.put("x", asarray(numbers()))
     fail_nth(monkeypatch, rig.device, "copy_to_host", nth, lambda: DeviceError("broken"))
     assert rig.leave() == UNIT
@@ -447,7 +447,7 @@ def stuck(rig, monkeypatch):
 
         monkeypatch.setattr(os, "writev", writev)
         rig.put("x", asarray(numbers()))
-        spill = in_thread(rig.tier.manager.make_room, 1)
+        spill = in_thread(rig.tier.manager.limits.make_room, 1)
         assert gate.arrived.acquire(timeout=60)
         assert len(rig.records()) == rig.files.statistics().records + 1
         return gate, spill
@@ -476,7 +476,7 @@ def test_in_the_middle(rig, stuck, meanwhile, at):
     elif meanwhile == "view":
         kept = rig.get("x")[3:]
     else:
-        rig.host.evict_all()  # what else it has
+        rig.host.limits.evict_all()  # what else it has
     gate.open()
     freed = spill()
     rig.tier.settle()
@@ -507,7 +507,7 @@ def test_changed_in_place_and_stored_again_when_all_is_copied(rig, monkeypatch):
 
     monkeypatch.setattr(rig.files, "write", write)
     rig.put("x", asarray(np.ones(UNIT // 8)))
-    spill = in_thread(rig.tier.manager.make_room, 1)
+    spill = in_thread(rig.tier.manager.limits.make_room, 1)
     assert gate.arrived.acquire(timeout=60)
     changed = rig.get("x")
     changed += 1
@@ -526,8 +526,8 @@ def test_others_come_and_go_while_the_disk_is_stuck(rig, stuck):
     rig.leave()
     gate, spill = stuck()
     np.testing.assert_array_equal(asnumpy(rig.get("y")), numbers(1))
-    rig.host.set_limit(None, None)
-    assert rig.tier.manager.make_room(1) == UNIT  # by the ordinary way
+    rig.host.limits.set_limit(None, None)
+    assert rig.tier.manager.limits.make_room(1) == UNIT  # by the ordinary way
     assert not rig.tier.is_ready(rig.keys["y"])
     np.testing.assert_array_equal(asnumpy(rig.get("y")), numbers(1))
     assert rig.host.get("filler") == bytearray(FILLER)
@@ -540,7 +540,7 @@ def test_who_runs_out_of_memory_waits_for_it(make, monkeypatch):
     rig.put("x", asarray(numbers()))
     gate = Gate()
     rig.disk.before["write"] = gate
-    spill = in_thread(rig.tier.manager.make_room, 1)
+    spill = in_thread(rig.tier.manager.limits.make_room, 1)
     assert gate.arrived.acquire(timeout=60)
     hooked = threading.Event()
     settle = rig.tier._guard._settle
@@ -569,7 +569,7 @@ def test_who_copies_runs_out_of_memory_in_the_middle(make, monkeypatch):
         return real(fd, buffers)
 
     monkeypatch.setattr(os, "writev", writev)
-    rig.tier.manager.make_room(UNIT)
+    rig.tier.manager.limits.make_room(UNIT)
     rig.tier.settle()
     np.testing.assert_array_equal(asnumpy(made.pop()), numbers(2))
     straight(rig, 2)

@@ -146,7 +146,7 @@ def test_a_disk_that_is_full(rig, monkeypatch):
     name = "posix_fallocate" if rig.way == "past the host" else "writev"
     fail(monkeypatch, os, name, lambda: OSError(errno.ENOSPC, "full"), lambda calls, *args: calls == 1)
     rig.put("x", asarray(numbers()))
-    rig.host.set_limit(UNIT + HEADER, None)
+    rig.host.limits.set_limit(UNIT + HEADER, None)
     assert rig.leave() == UNIT
     assert rig.statistics().direct_spills == 0
     assert rig.host.memory_total() == UNIT + HEADER
@@ -163,7 +163,7 @@ def test_beyond_the_quota_it_is_kept_in_memory(make, who):
     rig = make(disk_limit=UNIT if who == "the manager" else None)
     if who == "the store":
         rig.files.set_quota(UNIT)
-    with rig.host.pin(["filler"]):
+    with rig.host.admission.pin(["filler"]):
         rig.put("x", asarray(numbers()))
         assert rig.leave() == UNIT
         assert rig.statistics().direct_spills == rig.storage.opened == 0
@@ -194,7 +194,7 @@ def stuck(rig, monkeypatch):
 
             monkeypatch.setattr(os, "writev", writev)
         rig.put("x", asarray(numbers()))
-        spill = in_thread(rig.tier.manager.make_room, 1)
+        spill = in_thread(rig.tier.manager.limits.make_room, 1)
         assert gate.arrived.acquire(timeout=60)
         assert len(rig.records()) == rig.files.statistics().records + 1
         assert rig.live() == UNIT  # it stays until all is there
@@ -425,7 +425,7 @@ def test_two_at_once(make):
             barrier.wait(60)
 
     rig.storage.fault = fault
-    spills = [in_thread(rig.tier.manager.make_room, 1) for _ in range(2)]
+    spills = [in_thread(rig.tier.manager.limits.make_room, 1) for _ in range(2)]
     assert sum(spill() for spill in spills) == 2 * UNIT
     went_past(rig, 2, 0)
     for number in range(2):

@@ -74,11 +74,11 @@ class Runner:
         return {key: values[key] for key in wanted}
 
     def at_rest(self):
-        with self.tier.manager.reserve(0) as room:
+        with self.tier.manager.admission.reserve(0) as room:
             assert room.wait(60)
         # Nothing is told apart any more: what the last spill dropped has been dropped when its move has ended.
         self.tier.settle()
-        self.tier.manager.make_room(0)
+        self.tier.manager.limits.make_room(0)
         self.tier.validate()
         self.host.validate()
         self.device.validate()

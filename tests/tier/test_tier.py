@@ -50,12 +50,12 @@ class Rig:
 
     def to_host(self):
         self.tier.settle()
-        self.tier.manager.evict_all()
+        self.tier.manager.limits.evict_all()
         self.tier.settle()
 
     def to_disk(self):
         self.to_host()
-        self.host.evict_all()
+        self.host.limits.evict_all()
 
     def live(self):
         return self.device.statistics().live_bytes
@@ -124,7 +124,7 @@ def test_three_tiers(rig):
     assert 800 <= rig.host.memory_total() <= 900
     assert not rig.tier.is_ready(rig.keys["x"])
 
-    rig.host.evict_all()
+    rig.host.limits.evict_all()
     assert rig.host.memory_total() == 0
     assert rig.disk.statistics().payload_nbytes == 800
 
@@ -305,7 +305,7 @@ def test_the_limit_is_kept(make):
     rig = make(limit=4 * KB)
     for i in range(16):
         rig.put(i, asarray(np.full(128, float(i))))
-        with rig.tier.manager.reserve(0) as nothing:
+        with rig.tier.manager.admission.reserve(0) as nothing:
             nothing.wait()
     wait_for_room(rig)
     assert rig.live() <= 4 * KB
@@ -317,7 +317,7 @@ def test_the_limit_is_kept(make):
 
 def wait_for_room(rig):
     """Wait until nothing has to leave any more: for that, nothing but admission has to be asked."""
-    with rig.tier.manager.reserve(1) as room:
+    with rig.tier.manager.admission.reserve(1) as room:
         assert room.wait(60)
     rig.tier.settle()
 
@@ -421,9 +421,9 @@ def test_a_copy_that_fails_leaves_the_unit_where_it_is(rig, monkeypatch):
             raise DeviceError("broken")
 
         patch.setattr(rig.device, "copy_to_host", fail)
-        assert rig.tier.manager.make_room(1) == 0
+        assert rig.tier.manager.limits.make_room(1) == 0
     assert rig.statistics().device_nbytes == rig.live() == 80
-    assert rig.tier.manager.make_room(1) == 80  # tried again
+    assert rig.tier.manager.limits.make_room(1) == 80  # tried again
     assert rig.live() == 0
     with monkeypatch.context() as patch:
         patch.setattr(rig.device, "copy_to_device", fail)
@@ -522,7 +522,7 @@ def send_in(rig, key, number):
 def test_a_value_that_came_as_bytes_is_on_the_device_once_it_is_decoded(rig, spilled):
     send_in(rig, "x", 5)
     if spilled:
-        rig.host.evict_all()
+        rig.host.limits.evict_all()
     assert rig.live() == rig.statistics().units == 0
     skeleton = rig.host.get("x")
     assert type(skeleton) is Skeleton
@@ -669,7 +669,7 @@ def arrive(gate):
 def test_during_a_spill(rig, gates, meanwhile):
     rig.put("x", asarray(np.arange(10.0)))
     gate = gates.close("copy_to_host")
-    spill = in_thread(rig.tier.manager.make_room, 1)
+    spill = in_thread(rig.tier.manager.limits.make_room, 1)
     arrive(gate)
     kept = None
     if meanwhile == "read":
@@ -718,7 +718,7 @@ def test_during_a_restore(rig, gates, meanwhile):
     elif meanwhile == "overwrite":
         rig.put("x", asarray(np.ones(3)))
     elif meanwhile == "evict":
-        rig.tier.manager.evict_all()
+        rig.tier.manager.limits.evict_all()
     else:
         # What is on its way is no victim, and nobody waits for it.
         with pytest.raises(MemoryError):
@@ -759,9 +759,9 @@ def test_a_host_without_memory_for_it_leaves_the_unit_where_it_is(make, monkeypa
             raise MemoryError
 
         patch.setattr(rig.device, "copy_to_host", fail)
-        assert rig.tier.manager.make_room(1) == 0
+        assert rig.tier.manager.limits.make_room(1) == 0
     assert rig.statistics().device_nbytes == rig.live() == 80
-    assert rig.tier.manager.make_room(1) == 80
+    assert rig.tier.manager.limits.make_room(1) == 80
     np.testing.assert_array_equal(asnumpy(rig.get("x")), np.arange(10.0))
 
 
@@ -770,7 +770,7 @@ def test_out_of_memory_waits_for_what_another_thread_is_spilling(make, monkeypat
     gates = Gates(rig.device, monkeypatch)
     rig.put("x", asarray(np.ones(256)))
     gate = gates.close("copy_to_host")
-    spill = in_thread(rig.tier.manager.make_room, 1)
+    spill = in_thread(rig.tier.manager.limits.make_room, 1)
     arrive(gate)
     hooked = threading.Event()
     settle = rig.tier._guard._settle

@@ -70,8 +70,8 @@ class Rig:
         gc.collect()
         self.adapter.kept.clear()
         self.tier.settle()
-        self.tier.manager.evict_all()
-        self.host.evict_all()
+        self.tier.manager.limits.evict_all()
+        self.host.limits.evict_all()
 
     def close(self):
         self.adapter.kept.clear()
@@ -129,7 +129,7 @@ def test_straight_to_disk_when_the_host_is_full(rig):
     array = asarray(np.arange(1000.0).reshape(20, 50)) + 1.0
     rig.put("whole", {"a": array, "b": array[3:7, ::2]})
     del array
-    rig.host.set_limit(0, None)
+    rig.host.limits.set_limit(0, None)
     rig.to_disk()
     assert rig.tier.statistics().direct_spills == 1
     assert rig.host.memory_total() == rig.simulated.statistics().live_bytes == 0
@@ -189,7 +189,7 @@ def test_past_host_memory_when_the_host_is_full(tmp_path):
         array = asarray(np.arange(1000.0).reshape(20, 50)) + 1.0
         rig.put("whole", {"a": array, "b": array[3:7, ::2]})
         del array
-        rig.host.set_limit(0, None)
+        rig.host.limits.set_limit(0, None)
         for spills in (1, 2):
             rig.to_disk()
             assert rig.tier.statistics().past_host_spills == spills

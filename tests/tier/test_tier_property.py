@@ -182,15 +182,15 @@ class Tiers(RuleBasedStateMachine):
     @rule()
     def to_host(self):
         self.tier.settle()
-        self.tier.manager.evict_all()
+        self.tier.manager.limits.evict_all()
 
     @rule(nbytes=st.integers(1, 300))
     def out_of_memory(self, nbytes):
-        self.tier.manager.make_room(nbytes)
+        self.tier.manager.limits.make_room(nbytes)
 
     @rule()
     def to_disk(self):
-        self.host.evict_all()
+        self.host.limits.evict_all()
 
     @rule(key=KEYS)
     def read(self, key):
@@ -211,7 +211,7 @@ class Tiers(RuleBasedStateMachine):
     def at_rest(self):
         if not hasattr(self, "tier"):
             return
-        with self.tier.manager.reserve(0) as room:
+        with self.tier.manager.admission.reserve(0) as room:
             room.wait(60)
         self.tier.validate()
         self.host.validate()

@@ -66,7 +66,7 @@ class Threads:
         self.tier.settle()
 
     def evict(self, dice, key):
-        self.tier.manager.make_room(dice.randrange(5 * KB))
+        self.tier.manager.limits.make_room(dice.randrange(5 * KB))
 
     @staticmethod
     def first(value):
@@ -92,7 +92,7 @@ def test_any_interleaving(memory, limit, host_limit):
         thread.join(120)
         assert not thread.is_alive()
     assert work.errors == []
-    with tier.manager.reserve(0) as room:
+    with tier.manager.admission.reserve(0) as room:
         room.wait(60)
     assert tier.statistics().spills > 0
     assert tier.statistics().restores > 0

@@ -65,7 +65,7 @@ class Rig:
 
     def leave(self):
         self.tier.settle()
-        return self.tier.manager.make_room(COUNT * NBYTES)
+        return self.tier.manager.limits.make_room(COUNT * NBYTES)
 
     def check(self):
         value = self.tier.resolve(self.skeleton)
