@@ -101,6 +101,10 @@ DEVICE_LIMIT = {
     "good": [("auto", "auto"), *((value, None) for value in NO_BYTES), (0.5, 0.5), ("20 GB", 20 * 10**9), (1024, 1024)],
     "bad": ["lots", "5 apples", -1, True, [], {}, object(), NAN, INF],
 }
+PINNED = {
+    "good": [*((value, 0) for value in NO_BYTES), (0.5, 0.5), ("0.25", 0.25), ("20 GB", 20 * 10**9), (1024, 1024)],
+    "bad": ["auto", *DEVICE_LIMIT["bad"]],
+}
 STORE = {
     "good": [*((value, None) for value in OFF), (dict, dict), (" collections:UserDict ", UserDict)],
     "bad": ["files", ":name", "module:", 7, [], {}, 1.5, object()],
@@ -122,6 +126,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "storage_delay": (0.0, SECONDS),
     "device": ("auto", DEVICE),
     "device_memory_limit": ("auto", DEVICE_LIMIT),
+    "pinned_memory": (0.25, PINNED),
     "gds": (None, GDS),
     "store": (None, STORE),
 }

@@ -69,6 +69,9 @@ class Settings:
     device_memory_limit
         Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``: 0.8. None: no limit;
         values leave it when it is full.
+    pinned_memory
+        Bytes of host memory to pin at most for what has left the device, or a fraction of the host limit (``0.25``).
+        Copies to pinned memory are done at the speed of the link. 0: none.
     gds
         Whether what leaves the device when host memory is full goes to disk by GPUDirect Storage (KvikIO), past host
         memory, and so past the checksum. None: it does not. ``"auto"``: where there is a driver. ``"on"``: the same,
@@ -100,6 +103,7 @@ class Settings:
     buffer_pool: int = 128 * 2**20
     device: str | None = "auto"
     device_memory_limit: int | float | Literal["auto"] | None = "auto"
+    pinned_memory: int | float = 0.25
     gds: str | None = None
     follow_process_memory: bool = True
     spill_timeout: float = 60.0
@@ -181,6 +185,13 @@ def _nbytes(name: str, value: Any) -> int | None:
 
 def _limit(name: str, value: Any) -> int | Literal["auto"] | None:
     return "auto" if _word(value) == "auto" else _nbytes(name, value)
+
+
+def _pinned(name: str, value: Any) -> int | float:
+    found = _device_limit(name, value)
+    if found == "auto":
+        raise _fail(name, value, "a size in bytes, a fraction of the host limit of at most 1, or 0 for none")
+    return found or 0
 
 
 def _device_limit(name: str, value: Any) -> int | float | Literal["auto"] | None:
@@ -313,6 +324,7 @@ _PARSERS: Mapping[str, Any] = {
     "buffer_pool": _size,
     "device": _device,
     "device_memory_limit": _device_limit,
+    "pinned_memory": _pinned,
     "gds": _gds,
     "follow_process_memory": _switch,
     "spill_timeout": _seconds,

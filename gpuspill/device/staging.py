@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from gpuspill.device.host import HostArray, as_bytes
-from gpuspill.device.port import Allocation, CopyPlan, Device, DeviceError, Event, PinnedBuffer, Stream
+from gpuspill.device.port import Allocation, CopyPlan, Device, DeviceError, Event, PinnedBuffer, Stream, StreamKind
+from gpuspill.device.values import Part
 
 __all__ = ["Copier", "probe"]
 
@@ -58,10 +59,17 @@ class Copier:
 
     def to_host(self, allocation: Allocation, buffer: memoryview) -> None:
         """Copy an allocation, whose producer was observed, into a buffer of its size; see :meth:`to_host_together`."""
-        self.to_host_together([(allocation, buffer)])
+        self.to_host_together([Part(allocation, 0, buffer)])
 
-    def to_host_together(self, pairs: Sequence[tuple[Allocation, memoryview]]) -> None:
-        """Copy allocations, whose producers were observed, into buffers of their sizes.
+    def to_host_together(self, parts: Sequence[Part], pinned: Sequence[Part] = ()) -> None:
+        """Copy parts of allocations, whose producers were observed, to the host.
+
+        Parameters
+        ----------
+        parts
+            To ordinary memory.
+        pinned
+            To pinned memory: without a copy in between, and while the others are staged.
 
         Raises
         ------
@@ -69,19 +77,33 @@ class Copier:
             A copy failed; what the buffers hold is not valid.
         """
         device, stream = self._device, self._device.stream("to_host")
-        hosts = [as_bytes(buffer, writable=True) for _, buffer in pairs]
+        hosts = [as_bytes(part.host, writable=True) for part in parts]
 
         def enqueue(piece: _Piece, staging: HostArray | None) -> Event:
             host = hosts[piece.which][piece.start : piece.stop] if staging is None else staging
-            return device.copy_to_host(pairs[piece.which][0], host, stream, offset=piece.start)
+            part = parts[piece.which]
+            return device.copy_to_host(part.allocation, host, stream, offset=part.offset + piece.start)
 
         def after(piece: _Piece, staging: HostArray) -> None:
             device.copy_on_host(hosts[piece.which][piece.start : piece.stop], staging)
 
-        plan = self._plan or device.plan()
+        with _under_way() as events:
+            for part in pinned:
+                events.append(device.copy_to_host(part.allocation, part.host, stream, offset=part.offset))
+            self._in_pieces("to_host", hosts, enqueue, after)
+
+    def _in_pieces(
+        self,
+        kind: StreamKind,
+        hosts: Sequence[HostArray],
+        enqueue: Callable[[_Piece, HostArray | None], Event],
+        after: Callable[[_Piece, HostArray], None] | None,
+    ) -> None:
         sizes = [host.nbytes for host in hosts]
-        with self._lanes["to_host"].lend(plan if any(sizes) else CopyPlan()) as buffers:
-            _copy(_pieces(sizes, plan.chunk_nbytes), buffers, enqueue, after)
+        if any(sizes):
+            plan = self._plan or self._device.plan()
+            with self._lanes[kind].lend(plan) as buffers:
+                _copy(_pieces(sizes, plan.chunk_nbytes), buffers, enqueue, after)
 
     def onward(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
         """Copy an allocation, whose producer was observed, in pieces that `sink` is called with, in order.
@@ -115,10 +137,15 @@ class Copier:
 
     def to_device(self, buffer: memoryview, allocation: Allocation) -> None:
         """Copy a buffer into an allocation of its size, which nobody else uses; see :meth:`to_device_together`."""
-        self.to_device_together([(buffer, allocation)])
+        self.to_device_together([Part(allocation, 0, buffer)])
 
-    def to_device_together(self, pairs: Sequence[tuple[memoryview, Allocation]]) -> None:
-        """Copy buffers into allocations of their sizes, which nobody else uses.
+    def to_device_together(self, parts: Sequence[Part], pinned: Sequence[Part] = ()) -> None:
+        """Copy bytes of the host into parts of allocations, which nobody else uses.
+
+        Parameters
+        ----------
+        parts, pinned
+            From ordinary and from pinned memory, as for :meth:`to_host_together`.
 
         Raises
         ------
@@ -126,25 +153,41 @@ class Copier:
             A copy failed; what the allocations hold is not valid.
         """
         device, stream = self._device, self._device.stream("to_device")
-        hosts = [as_bytes(buffer, writable=False) for buffer, _ in pairs]
+        hosts = [as_bytes(part.host, writable=False) for part in parts]
 
         def enqueue(piece: _Piece, staging: HostArray | None) -> Event:
             host = hosts[piece.which][piece.start : piece.stop]
             if staging is not None:
                 device.copy_on_host(staging, host)
+            part = parts[piece.which]
             return device.copy_to_device(
-                host if staging is None else staging, pairs[piece.which][1], stream, offset=piece.start
+                host if staging is None else staging, part.allocation, stream, offset=part.offset + piece.start
             )
 
-        plan = self._plan or device.plan()
-        sizes = [host.nbytes for host in hosts]
-        with self._lanes["to_device"].lend(plan if any(sizes) else CopyPlan()) as buffers:
-            _copy(_pieces(sizes, plan.chunk_nbytes), buffers, enqueue, after=None)
+        with _under_way() as events:
+            for part in pinned:
+                events.append(device.copy_to_device(part.host, part.allocation, stream, offset=part.offset))
+            self._in_pieces("to_device", hosts, enqueue, after=None)
 
     def close(self) -> None:
         """Give pinned memory back. What is under way keeps its own."""
         for lanes in self._lanes.values():
             lanes.close()
+
+
+@contextmanager
+def _under_way() -> Iterator[list[Event]]:
+    """Wait, at the end of the block, for copies that it enqueued on one stream, however it ends."""
+    events: list[Event] = []
+    try:
+        yield events
+        if events:
+            events[-1].wait()  # which is after all others
+    except BaseException:
+        for event in events:
+            with suppress(DeviceError):
+                event.wait()
+        raise
 
 
 class _Piece(NamedTuple):

@@ -17,6 +17,7 @@ __all__ = [
     "Layout",
     "MemoryInfo",
     "OutOfMemory",
+    "Part",
     "SourceChanged",
     "UnorderedAccess",
     "UseAfterFree",
@@ -115,6 +116,24 @@ class Layout:
             low += min(reach, 0)
             high += max(reach, 0)
         return low, high + self.itemsize
+
+
+class Part(NamedTuple):
+    """Bytes of an allocation, from `offset` on, and the buffer in host memory that they are in, or go to.
+
+    Attributes
+    ----------
+    allocation
+        The :class:`~gpuspill.device.port.Allocation`.
+    offset
+        The first byte there.
+    host
+        The buffer; its size says how many bytes there are.
+    """
+
+    allocation: Any
+    offset: int
+    host: memoryview
 
 
 @dataclass(frozen=True, slots=True)

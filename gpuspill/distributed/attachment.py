@@ -61,6 +61,7 @@ _FIXED = (
     "clean_copies",
     "buffer_pool",
     "device",
+    "pinned_memory",
     "gds",
     "spill_timeout",
     "storage_delay",
@@ -117,6 +118,7 @@ class Attachment:
             evicted=self._evicted,
             in_background=self.in_background,
             pool=store.pool,
+            trim=None if store.tier is None else store.tier.pinned.trim,
         )
         self.askers = Askers(store.manager, partial(internals.urgency, worker), self._loop.add_callback)
         self.hints = Hints(

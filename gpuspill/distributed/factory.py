@@ -101,6 +101,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
             families=DeviceFamilies(),
             allocate=pool.allocate,
             past_host=past_host,
+            pinned_limit=settings.pinned_memory,
             spill_threads=settings.spill_threads,
             restore_threads=settings.restore_threads,
             spill_timeout=settings.spill_timeout,

@@ -108,6 +108,8 @@ class MemoryFollower:
         Runs a function on another thread, soon.
     pool
         Buffers that are kept for reuse; emptied when the process is too large.
+    trim
+        Gives back other memory that is kept for reuse.
     clock
         Seconds; for tests.
 
@@ -153,6 +155,7 @@ class MemoryFollower:
         evicted: Callable[[], int],
         in_background: Callable[[Callable[[], object]], object],
         pool: BufferPool | None = None,
+        trim: Callable[[], object] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.thresholds = thresholds
@@ -162,6 +165,7 @@ class MemoryFollower:
         self._evicted = evicted
         self._in_background = in_background
         self._pool = pool
+        self._trim_also = trim
         self._clock = clock
         self.offset = 0
         self._idle_peaks: deque[int] = deque(maxlen=self.REMEMBERED)
@@ -232,6 +236,8 @@ class MemoryFollower:
     def _trim(self) -> None:
         if self._pool is not None:
             self._pool.trim()
+        if self._trim_also is not None:
+            self._trim_also()
         return_free_memory()
 
     def _collect(self) -> None:

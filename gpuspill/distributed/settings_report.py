@@ -30,7 +30,7 @@ __all__ = ["announce_settings", "connect", "here", "in_force", "of_cluster", "se
 logger = logging.getLogger("distributed.worker")
 
 #: Options in bytes.
-_SIZES = frozenset({"host_limit", "max_spill", "buffer_pool", "device_memory_limit"})
+_SIZES = frozenset({"host_limit", "max_spill", "buffer_pool", "device_memory_limit", "pinned_memory"})
 
 
 def in_force(worker: Any) -> Rows:
@@ -52,10 +52,15 @@ def in_force(worker: Any) -> Rows:
         "spill_directory": options.spill_directory or worker.local_directory,
         "device": None if device is None else type(device).__name__,
         "device_memory_limit": None if device is None else device_limit(options, device),
+        "pinned_memory": None if store.tier is None else _pinned(options.pinned_memory, attachment.thresholds.limit),
         "follow_process_memory": attachment.thresholds.follows_process,
     }
     found = origins(options)
     return {name: {"value": value, "in_force": resolved[name], "origin": found[name]} for name, value in given.items()}
+
+
+def _pinned(asked: float, host_limit: int | None) -> int:
+    return asked if isinstance(asked, int) else int(asked * (host_limit or 0))
 
 
 def _shown(options: Settings) -> dict[str, Any]:

@@ -110,9 +110,9 @@ class FrameStream(ABC):
         """
 
     @classmethod
-    def read_together(cls, streams: Sequence[Self]) -> list[memoryview]:
-        """Return all bytes of several streams of this class; as :meth:`read`, and all or none."""
-        return [stream.read() for stream in streams]
+    def read_together(cls, streams: Sequence[Self]) -> list[list[memoryview]]:
+        """Return all bytes of several streams of this class, each in parts; as :meth:`read`, and all or none."""
+        return [[stream.read()] for stream in streams]
 
     def read(self) -> memoryview:
         """Return all bytes, in memory of their own. Blocks; raises as :meth:`copy_to`."""
@@ -144,10 +144,13 @@ def in_memory(frame: Frame) -> Buffer:
 
 
 def in_memory_together(records: Sequence[Sequence[Frame]]) -> list[list[Buffer]]:
-    """Return the frames of several records, with the bytes of streams, all of one class, in their places."""
+    """Return the frames of several records, with the bytes of streams, all of one class, in their places, in parts."""
     streams = [frame for frames in records for frame in frames if isinstance(frame, FrameStream)]
     read = iter(type(streams[0]).read_together(streams) if streams else ())
-    return [[next(read) if isinstance(frame, FrameStream) else frame for frame in frames] for frames in records]
+    return [
+        [part for frame in frames for part in (next(read) if isinstance(frame, FrameStream) else (frame,))]
+        for frames in records
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@
 :mod:`~gpuspill.tier.registry`       which memory belongs to which unit, and what lingers on the device
 :mod:`~gpuspill.tier.composites`     values that a library takes apart itself
 :mod:`~gpuspill.tier.serializer`     memory to host bytes and back
+:mod:`~gpuspill.tier.pinned_pool`    pinned host memory that is used again
 :mod:`~gpuspill.tier.host_store`     records of the device's manager, kept by the host's
 :mod:`~gpuspill.tier.out_of_memory`  what happens when an allocation does not fit
 :mod:`~gpuspill.tier.statistics`     the numbers

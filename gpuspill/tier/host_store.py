@@ -11,7 +11,7 @@ import errno
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gpuspill.core.budget import Kind
@@ -25,7 +25,6 @@ from gpuspill.storage.base import (
     Store,
     StoreStatistics,
     frame_nbytes,
-    in_memory,
     in_memory_together,
 )
 from gpuspill.tier.units import Internal
@@ -54,6 +53,8 @@ class HostRecords(Store):
         The manager.
     in_place
         Whether who reads can fetch from a file by itself what came there past host memory.
+    make_room
+        Called when the host has no room for a record, to give back what nobody uses.
 
     Attributes
     ----------
@@ -61,7 +62,10 @@ class HostRecords(Store):
         How many records were written to disk without being in host memory.
     """
 
-    def __init__(self, host: ProxifyManager, *, in_place: bool = False) -> None:
+    def __init__(
+        self, host: ProxifyManager, *, in_place: bool = False, make_room: Callable[[], object] = lambda: None
+    ) -> None:
+        self._make_room = make_room
         self._host = host
         self._in_place = in_place
         self._lock = threading.Lock()
@@ -82,12 +86,14 @@ class HostRecords(Store):
         receipt = Receipt(key.number, nbytes, nbytes - len(header), nbytes - len(header), 0)
         # As a task: a task is what waits for the room on the device.
         admission = self._host.admission.reserve_now(nbytes, Kind.TASK, outputs={key: nbytes})
+        if admission is None:
+            self._make_room()
         direct = admission is None and self._write_on(key, header, frames, nbytes)
         if not direct:
             with admission or self._host.admission.reserve(nbytes, Kind.TASK, outputs={key: nbytes}) as admission:
                 admission.wait()
                 self._check_open()
-                whole = [in_memory(frame) for frame in frames]
+                (whole,) = in_memory_together([frames])
                 self._host.store_encoded(key, Encoded(header, whole, nbytes))
         with self._lock:
             closed = self._closed

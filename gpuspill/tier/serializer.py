@@ -9,11 +9,13 @@ from typing import TypeVar
 
 from gpuspill.device.past_host import PastHost
 from gpuspill.device.port import Allocation, AllocationId, Device, DeviceError
+from gpuspill.device.values import Part
 from gpuspill.errors import StorageError
 from gpuspill.manager.ports import Serialized
 from gpuspill.storage.base import FrameStream
 from gpuspill.storage.inplace import FileMemory
 from gpuspill.tier.composites import DeviceObject, Families
+from gpuspill.tier.pinned_pool import PinnedPool
 from gpuspill.tier.registry import Book
 from gpuspill.tier.units import DeviceMemory, Unit
 
@@ -37,6 +39,8 @@ class DeviceSerializer:
         Move opaque objects.
     past_host
         Moves bytes between the device and files; None if nothing can.
+    pinned
+        Pinned memory for what leaves; None if there is none.
     """
 
     def __init__(
@@ -46,7 +50,9 @@ class DeviceSerializer:
         allocate: Callable[[int], memoryview],
         families: Families | None = None,
         past_host: PastHost | None = None,
+        pinned: PinnedPool | None = None,
     ) -> None:
+        self._pinned = pinned
         self._families = families
         self.past_host = past_host
         self._device = device
@@ -77,16 +83,27 @@ class DeviceSerializer:
         return Serialized(str(value.unit.number).encode(), [_UnitStream(self, value.allocation)])
 
     def read(self, allocation: Allocation) -> memoryview:
-        """Copy an allocation to host memory of its own."""
+        """Copy an allocation to ordinary host memory of its own."""
         buffer = self._allocate(allocation.nbytes)
         self._copy([allocation], partial(self._copier.to_host, allocation, buffer))
         return buffer
 
-    def read_together(self, allocations: Sequence[Allocation]) -> list[memoryview]:
-        """Copy several allocations to host memory, each to its own: observed together, copied together."""
-        buffers = [self._allocate(allocation.nbytes) for allocation in allocations]
-        self._copy(allocations, lambda: self._copier.to_host_together(list(zip(allocations, buffers, strict=True))))
-        return buffers
+    def read_together(self, allocations: Sequence[Allocation]) -> list[list[memoryview]]:
+        """Copy several allocations to host memory, each to its own: observed together, copied together.
+
+        Each is in parts, of pinned memory if there is some.
+        """
+        parts: list[Part] = []
+        pinned: list[Part] = []
+        found = []
+        for allocation in allocations:
+            buffers = None if self._pinned is None else self._pinned.allocate(allocation.nbytes)
+            where = parts if buffers is None else pinned
+            buffers = [self._allocate(allocation.nbytes)] if buffers is None else buffers
+            where += _parts(allocation, buffers)
+            found.append(buffers)
+        self._copy(allocations, lambda: self._copier.to_host_together(parts, pinned))
+        return found
 
     def copy_to(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
         """Copy an allocation in pieces, each of which `sink` is called with."""
@@ -148,11 +165,10 @@ class DeviceSerializer:
         """
         if b":" in header:
             return self._load_object(header, frames)
-        (frame,) = frames
         unit = self._book.unit(int(header))
         allocation = self._device.allocate(unit.nbytes)
         try:
-            self._fill(allocation, frame)
+            self._fill(allocation, frames)
         except BaseException:
             # Now: the traceback refers to it, and may live for long.
             with suppress(DeviceError):
@@ -173,36 +189,56 @@ class DeviceSerializer:
         Raises as :meth:`loads`; then nothing is left on the device of any.
         """
         memories: list[object] = [None] * len(records)
-        filled: list[tuple[int, Unit, memoryview, Allocation]] = []
+        filled: list[tuple[int, Unit, Allocation]] = []
+        parts: list[Part] = []
         try:
             for place, (header, frames) in enumerate(records):
-                if b":" not in header and not isinstance(frames[0].obj, FileMemory):
+                if b":" not in header:
                     unit = self._book.unit(int(header))
-                    filled.append((place, unit, frames[0], self._device.allocate(unit.nbytes)))
-            self._copier.to_device_together([(frame, allocation) for _, _, frame, allocation in filled])
+                    allocation = self._device.allocate(unit.nbytes)
+                    filled.append((place, unit, allocation))
+                    parts += _parts(allocation, frames)
+            self._copy_back(parts)
         except BaseException:
-            for _, _, _, allocation in filled:
+            for _, _, allocation in filled:
                 with suppress(DeviceError):
                     self._device.free(allocation)
             raise
-        for place, unit, _, allocation in filled:
+        for place, unit, allocation in filled:
             memories[place] = self._enter(unit, allocation)
         return memories
 
-    def _fill(self, allocation: Allocation, frame: memoryview) -> None:
-        memory = frame.obj
-        if isinstance(memory, FileMemory):
+    def _fill(self, allocation: Allocation, frames: Sequence[memoryview]) -> None:
+        if len(frames) == 1 and isinstance(memory := frames[0].obj, FileMemory):
             if self.past_host is not None:
                 # The memory is free for use on this stream, and what reads files knows of no streams.
                 self._device.stream("to_device").synchronize()
                 if self.past_host.read(memory.fileno(), allocation):
                     return
-            frame = memory.load(frame, self._allocate)
-        self._copier.to_device(frame, allocation)
+            frames = [memory.load(frames[0], self._allocate)]
+        self._copy_back(_parts(allocation, frames))
+
+    def _copy_back(self, parts: Sequence[Part]) -> None:
+        pool = self._pinned
+        split: tuple[list[Part], list[Part]] = [], []
+        for part in parts:
+            split[pool is not None and pool.owns(part.host.obj)].append(part)
+        self._copier.to_device_together(*split)
 
     def close(self) -> None:
         """Give pinned memory back. Idempotent."""
         self._copier.close()
+
+
+def _parts(allocation: Allocation, buffers: Sequence[memoryview]) -> list[Part]:
+    """Return which buffer has which bytes of an allocation that they are parts of."""
+    parts = []
+    offset = 0
+    for buffer in buffers:
+        parts.append(Part(allocation, offset, buffer))
+        offset += buffer.nbytes
+    assert offset == allocation.nbytes, (offset, allocation)
+    return parts
 
 
 class _UnitStream(FrameStream):
@@ -224,7 +260,7 @@ class _UnitStream(FrameStream):
         return past_host is not None and past_host.worth(self.nbytes)
 
     @classmethod
-    def read_together(cls, streams: Sequence[_UnitStream]) -> list[memoryview]:
+    def read_together(cls, streams: Sequence[_UnitStream]) -> list[list[memoryview]]:
         """See :meth:`FrameStream.read_together`. They are of one serialiser."""
         return streams[0]._serializer.read_together([stream._allocation for stream in streams])
 

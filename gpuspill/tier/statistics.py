@@ -41,6 +41,8 @@ class TierStatistics:
         Copies that the event loop's thread made or waited for.
     overruns
         Admissions granted beyond the limit because nothing could be freed.
+    host_pinned_nbytes, host_pinned_used_nbytes
+        Bytes of host memory that are pinned for what left the device, and those in use.
     """
 
     limit: int | None
@@ -59,3 +61,5 @@ class TierStatistics:
     out_of_memory_helped: int
     loop_io: int
     overruns: int
+    host_pinned_nbytes: int
+    host_pinned_used_nbytes: int

@@ -24,6 +24,7 @@ from gpuspill.tier.entry import Entry
 from gpuspill.tier.finding import Finder
 from gpuspill.tier.host_store import HostRecords
 from gpuspill.tier.out_of_memory import OutOfMemoryGuard
+from gpuspill.tier.pinned_pool import PinnedPool
 from gpuspill.tier.prefetch import Lookahead
 from gpuspill.tier.read import Reader, lost
 from gpuspill.tier.registry import Book
@@ -59,6 +60,9 @@ class DeviceTier:
         Gives host buffers.
     past_host
         Moves bytes between the device and files; None if nothing can.
+    pinned_limit
+        Bytes of host memory to pin at most for what has left the device; a fraction is one of the host's limit, when
+        something leaves for the first time.
     spill_threads, restore_threads, spill_timeout
         See :class:`~gpuspill.manager.ProxifyManager`.
     name
@@ -74,6 +78,8 @@ class DeviceTier:
         Manager of the device's memory, by unit.
     ahead
         Brings units before they are needed.
+    pinned
+        Pinned memory for what has left the device.
     patience
         How many of the values that were used up last leave only when there is nothing else to evict: they are likely to
         be given up in a moment, and would be copied for nothing.
@@ -93,6 +99,7 @@ class DeviceTier:
         families: Families | None = None,
         allocate: Callable[[int], memoryview] | None = None,
         past_host: PastHost | None = None,
+        pinned_limit: float = 0,
         spill_threads: int = 1,
         restore_threads: int = 2,
         spill_timeout: float = 0.0,
@@ -103,10 +110,19 @@ class DeviceTier:
         self.device = device
         registry = ArrayRegistry(pointer_device=device.device_of) if registry is None else registry
         self._book = Book(device, registry)
-        self._serializer = DeviceSerializer(
-            device, self._book, BufferPool(0).allocate if allocate is None else allocate, families, past_host
+        # On the thread that lets things go: it has time.
+        self.pinned = PinnedPool(
+            device, lambda: _part_of(host, pinned_limit), lambda work: self.manager.engine.reap(work)
         )
-        self._records = HostRecords(host, in_place=past_host is not None)
+        self._serializer = DeviceSerializer(
+            device,
+            self._book,
+            BufferPool(0).allocate if allocate is None else allocate,
+            families,
+            past_host,
+            self.pinned,
+        )
+        self._records = HostRecords(host, in_place=past_host is not None, make_room=self.pinned.trim)
         self._host = host
         host.disperse_by(self._disperse)
         self.manager = ProxifyManager(
@@ -342,7 +358,10 @@ class DeviceTier:
         """Return a snapshot of every number."""
         self.settle()
         statistics = self.manager.statistics()
+        pinned = self.pinned.statistics()
         return TierStatistics(
+            host_pinned_nbytes=pinned.pinned_nbytes,
+            host_pinned_used_nbytes=pinned.lent_nbytes,
             limit=statistics.limit,
             units=statistics.values,
             device_nbytes=statistics.host_nbytes,
@@ -372,6 +391,7 @@ class DeviceTier:
     def validate(self) -> None:
         """Raise AssertionError if what is known and what is there contradict each other. O(n); for tests at rest."""
         self.settle()
+        self.pinned.validate()
         self.manager.validate()
         for key in self.manager:
             assert isinstance(key, Unit)
@@ -388,8 +408,13 @@ class DeviceTier:
         self._end_release()
         self.manager.close()
         self._serializer.close()
+        self.pinned.close()
         if self._closed is not None:
             self._closed()
+
+
+def _part_of(host: ProxifyManager, limit: float) -> int:
+    return int(limit) if isinstance(limit, int) else int(limit * (host.limits.limit or 0))
 
 
 def _sizeof(value: object) -> int:

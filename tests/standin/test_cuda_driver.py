@@ -89,6 +89,8 @@ def use_all(driver, checked, standin, codes):
     memory = driver.allocate(1000, stream)
     assert driver.device_of(memory.address) == "cuda:0"
     assert driver.memory_info().free < TOTAL
+    standin.fail("cuMemHostRegister_v2", codes.CUDA_ERROR_NOT_SUPPORTED)
+    driver.unpin(driver.pin(1000))
     host = driver.pin(1000)
     driver.copy("to_device", memory.address, host, 1000, stream)
     event = driver.record(stream)
@@ -185,9 +187,23 @@ def test_a_copy_that_fails_fails_the_device_for_good(driver, standin, codes):
 
 
 def test_pinned_memory_that_the_system_does_not_give(driver, standin, codes):
+    standin.fail("cuMemHostRegister_v2", codes.CUDA_ERROR_OUT_OF_MEMORY)
     standin.fail("cuMemHostAlloc", codes.CUDA_ERROR_OUT_OF_MEMORY)
     with pytest.raises(MemoryError, match="10 bytes"):
         driver.pin(10)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_pinned_memory_is_the_process_s_own_or_else_the_driver_s(driver, standin, codes, registered):
+    if not registered:
+        standin.fail("cuMemHostRegister_v2", codes.CUDA_ERROR_NOT_SUPPORTED)
+    address = driver.pin(3 * 2**20)
+    assert (address in driver._registered) is registered
+    # Pinned once more, so it is pinned.
+    (status,) = driver._cuda.cuMemHostRegister(address, 2**20, 0)
+    assert status == codes.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+    driver.unpin(address)
+    assert not driver._registered
 
 
 # -- start-up ---------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ something to allocate or copy.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from gpuspill.device.cuda.memory import CudaMemory, OwnMemory, RmmMemory
@@ -21,6 +23,8 @@ from gpuspill.errors import ConfigError
 
 __all__ = ["CudaDriver", "CudaStream", "NoDevice", "Nvml"]
 
+#: From here on memory is to be of huge pages.
+_HUGE_PAGE: Final = 2 * 2**20
 #: What to do about what the driver says when it is initialised.
 _ADVICE: Final = {
     "CUDA_ERROR_SYSTEM_NOT_READY": "a service of the driver is not up: on machines with NVSwitch, the fabric manager",
@@ -96,6 +100,7 @@ class CudaDriver:
         self._total = int(self._checked(driver.cuDeviceTotalMem(self._device)))
         self._nvml = Nvml.find(self.uuid)
         self._rmm: RmmMemory | None = None
+        self._registered: dict[int, mmap.mmap] = {}
         self._own = OwnMemory(self, driver, pools=bool(self._attribute("MEMORY_POOLS_SUPPORTED")))
 
     def _initialise(self) -> int:
@@ -307,9 +312,23 @@ class CudaDriver:
                 self._checked(driver.cuMemcpyHtoDAsync(device_address, host_address, nbytes, stream.raw))
 
     def pin(self, nbytes: int) -> int:
-        """Return the address of new pinned memory, pinned for all devices of the process."""
+        """Return the address of new pinned memory, pinned for all devices of the process.
+
+        It is memory of the process as any other, of huge pages where the system has some, so it counts as such. Where
+        that cannot be pinned the driver allocates it.
+        """
         driver = self._cuda
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            # Advice: a kernel without huge pages says no, and nothing is lost.
+            with suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         with self.current():
+            (status,) = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)
+            if status == driver.CUresult.CUDA_SUCCESS:
+                self._registered[address] = mapping
+                return address
             status, address = driver.cuMemHostAlloc(nbytes, driver.CU_MEMHOSTALLOC_PORTABLE)
         if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"the system does not pin {nbytes} bytes of memory")
@@ -318,7 +337,11 @@ class CudaDriver:
 
     def unpin(self, address: int) -> None:
         """Give pinned memory back; a failure does no harm."""
-        self._cuda.cuMemFreeHost(address)
+        mapping = self._registered.pop(address, None)
+        if mapping is None:
+            self._cuda.cuMemFreeHost(address)
+        else:
+            self._cuda.cuMemHostUnregister(address)
 
 
 class Nvml:

@@ -151,8 +151,10 @@ class ModelledDevice(SimulatedDevice):
             start, stop = byte_range(as_bytes(found.view, writable=True)) if nbytes else (0, 0)
             with self._model:
                 # What was there before is gone, or this could not be there.
-                if start not in self._pinned_ends:
-                    bisect.insort(self._pinned_starts, start)
+                low, high = (bisect.bisect_left(self._pinned_starts, at) for at in (start, stop))
+                for gone in self._pinned_starts[low:high]:
+                    del self._pinned_ends[gone]
+                self._pinned_starts[low:high] = [start]
                 self._pinned_ends[start] = stop, weakref.ref(found.view.obj)
             return found
 

@@ -1,0 +1,256 @@
+"""Pinned host memory that is used again: where what leaves a device goes without being copied twice.
+
+Pinning is slow, so memory is pinned in slabs that stay. The number of slabs grows in the background as more is asked
+for; who asks meanwhile gets none, and uses ordinary memory.
+
+**How memory finds its way back**, and why it takes no lock and does not trust a weak reference that died, is as in
+:mod:`gpuspill.storage.buffers`: a ctypes array over a part of a slab is the *leaf* of all views of it. When that has
+died the part is free if no view is left, which the memoryview below the leaf knows: it cannot be released else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from gpuspill import forks
+from gpuspill.core.slabs import Block, Slabs
+from gpuspill.device.port import Device, DeviceError, PinnedBuffer
+
+__all__ = ["PinnedPool", "PinnedStatistics"]
+
+logger = logging.getLogger("gpuspill")
+
+#: Bytes of a slab at most, and of the smallest part of one: less goes to ordinary memory.
+_SLAB: Final = 64 * 2**20
+_SMALLEST: Final = 4096
+#: A pool has room for so many slabs at least, or they are smaller.
+_SLABS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedStatistics:
+    """A snapshot of a pool. Sizes in bytes.
+
+    Attributes
+    ----------
+    limit
+        Most bytes to pin.
+    pinned_nbytes, lent_nbytes
+        Bytes that are pinned, and those in use.
+    lent, refused
+        How often memory was asked for and there was some, and how often there was none.
+    """
+
+    limit: int
+    pinned_nbytes: int
+    lent_nbytes: int
+    lent: int
+    refused: int
+
+
+class _Lease(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):
+    """A weak reference to a leaf that knows the memory under it."""
+
+    __slots__ = ("block", "view")
+
+    block: Block
+    view: memoryview
+
+
+class PinnedPool:
+    """Lends pinned memory, and takes it back when the last view of it is gone.
+
+    Parameters
+    ----------
+    device
+        Pins memory.
+    limit
+        Returns the most bytes to pin; 0 for none. Asked once, when memory is wanted for the first time.
+    grow
+        Runs a function that pins a slab, on some other thread, soon.
+
+    Notes
+    -----
+    Thread-safe. Nothing but what is given to `grow` blocks, and no lock is held while memory is pinned.
+    """
+
+    def __init__(self, device: Device, limit: Callable[[], int], grow: Callable[[Callable[[], None]], object]) -> None:
+        self._device = device
+        self._ask_limit = limit
+        self._grow = grow
+        self._lock = forks.lock()
+        self._limit: int | None = None
+        self._slab_nbytes = _SMALLEST
+        self._slabs = Slabs(_SMALLEST, _SMALLEST)
+        self._buffers: dict[int, PinnedBuffer] = {}
+        # A weak reference only calls back while it is alive itself.
+        self._lent: dict[int, _Lease] = {}
+        self._returned: deque[_Lease] = deque()
+        self._on_death = partial(_give_back, self._lent, self._returned)
+        self._wanted = 0
+        self._growing = False
+        self._closed = False
+        self._counts = {"lent": 0, "refused": 0}
+
+    def allocate(self, nbytes: int) -> list[memoryview] | None:
+        """Return pinned memory for so many bytes, in parts; None if there is none now.
+
+        Contents are whatever the last user left. Each part is the caller's with every view made of it.
+        """
+        if nbytes < _SMALLEST or self._closed or not self._opened():
+            return None
+        found = self._take(nbytes)
+        if found is None and self._ask_for_more(nbytes):
+            found = self._take(nbytes)  # it may have been done at once
+        with self._lock:
+            self._counts["refused" if found is None else "lent"] += 1
+        return found
+
+    def _opened(self) -> bool:
+        """Whether there may be any. Finds out how much the first time."""
+        if self._limit is None:
+            limit = self._ask_limit()
+            with self._lock:
+                if self._limit is None:
+                    self._limit = limit
+                    self._slab_nbytes = _SLAB
+                    while self._slab_nbytes > _SMALLEST and self._slab_nbytes * _SLABS > limit:
+                        self._slab_nbytes //= 2
+                    self._slabs = Slabs(self._slab_nbytes, _SMALLEST)
+        return self._limit >= self._slab_nbytes
+
+    def _take(self, nbytes: int) -> list[memoryview] | None:
+        with self._lock:
+            self._settle()
+            blocks = self._slabs.take(nbytes)
+            if blocks is None:
+                return None
+            views = [self._buffers[block.slab].view[block.offset : block.offset + block.nbytes] for block in blocks]
+        parts = []
+        for block, view in zip(blocks, views, strict=True):
+            leaf = (ctypes.c_ubyte * block.nbytes).from_buffer(view)
+            leaf._pool = self  # type: ignore[attr-defined]
+            lease = _Lease(leaf, self._on_death)
+            lease.block, lease.view = block, view
+            self._lent[id(lease)] = lease
+            part = memoryview(leaf).cast("B")
+            parts.append(part[:nbytes] if nbytes < block.nbytes else part)
+            nbytes -= block.nbytes
+        return parts
+
+    def owns(self, memory: object) -> bool:
+        """Whether what a view is of (``view.obj``) is memory of a slab."""
+        return getattr(memory, "_pool", None) is self
+
+    def _settle(self) -> None:
+        """Under the lock: take back what nobody looks at any more."""
+        for _ in range(len(self._returned)):
+            lease = self._returned.popleft()
+            try:
+                lease.view.release()
+            except BufferError:
+                self._returned.append(lease)  # a finaliser still uses it
+                continue
+            self._slabs.give_back(lease.block)
+
+    # -- more and less -----------------------------------------------------------------------------
+
+    def _ask_for_more(self, nbytes: int) -> bool:
+        """Have more pinned, unless somebody is at it or there is enough; returns whether that was begun."""
+        with self._lock:
+            self._wanted += nbytes
+            if self._growing or not self._may_grow:
+                return False
+            self._growing = True
+        self._grow(self._pin)
+        return True
+
+    @property
+    def _may_grow(self) -> bool:
+        return not self._closed and self._slabs.nbytes + self._slab_nbytes <= (self._limit or 0)
+
+    def _pin(self) -> None:
+        """Pin slabs, one after the other, until there is room for what was asked for meanwhile."""
+        try:
+            while True:
+                with self._lock:
+                    wanted, self._wanted = self._wanted, 0
+                    missing = wanted - (self._slabs.nbytes - self._slabs.used_nbytes)
+                for _ in range(0, missing, self._slab_nbytes):
+                    if not self._may_grow or not self._add():
+                        return
+                if missing <= 0:
+                    return
+        finally:
+            self._growing = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Have so many bytes pinned, as far as the limit and the system allow. Blocks."""
+        self._opened()
+        while self._slabs.nbytes < nbytes and self._may_grow and self._add():
+            pass
+
+    def _add(self) -> bool:
+        try:
+            buffer = self._device.pinned(self._slab_nbytes)
+        except (MemoryError, DeviceError) as error:
+            self._closed = True
+            logger.warning(
+                "the system pins no more than %s bytes of memory for values of the device (%s). Others go by way of "
+                "ordinary memory, which is slower; see gpuspill.pinned-memory, and `ulimit -l`",
+                f"{self._slabs.nbytes:,}",
+                error,
+            )
+            return False
+        with self._lock:
+            self._buffers[self._slabs.add()] = buffer
+        return True
+
+    def trim(self) -> int:
+        """Give slabs back of which nothing is in use. Returns their bytes."""
+        with self._lock:
+            self._settle()
+            gone = [self._buffers.pop(number) for number in self._slabs.remove_idle()]
+        for buffer in gone:
+            with suppress(DeviceError):
+                buffer.release()
+        return len(gone) * self._slab_nbytes
+
+    def close(self) -> None:
+        """Lend nothing any more, and give back what is idle; what is in use stays with those who use it."""
+        self._closed = True
+        self.trim()
+
+    # -- looking at it -----------------------------------------------------------------------------
+
+    def statistics(self) -> PinnedStatistics:
+        """Return what the pool holds and did."""
+        with self._lock:
+            self._settle()
+            return PinnedStatistics(self._limit or 0, self._slabs.nbytes, self._slabs.used_nbytes, **self._counts)
+
+    def validate(self) -> None:
+        """Raise AssertionError unless the blocks that are lent are those that are taken. For tests at rest."""
+        with self._lock:
+            self._settle()
+            self._slabs.validate()
+            lent = [*self._lent.values(), *self._returned]
+            assert sum(lease.block.nbytes for lease in lent) == self._slabs.used_nbytes
+            assert {lease.block.slab for lease in lent} <= self._buffers.keys()
+
+
+def _give_back(
+    lent: dict[int, _Lease], returned: deque[_Lease], ref: weakref.ref[ctypes.Array[ctypes.c_ubyte]]
+) -> None:
+    """A leaf has died. Runs in any thread, at any point: no lock, and no reference to the pool."""
+    lease = lent.pop(id(ref), None)
+    if lease is not None:
+        returned.append(lease)
