@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpuspill.distributed.parking import proxify, unproxify
     from gpuspill.distributed.plugin import SpillPlugin
     from gpuspill.distributed.settings_report import settings
+    from gpuspill.distributed.story import story
     from gpuspill.distributed.worker import Nanny, Worker
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "report",
     "settings",
     "statistics",
+    "story",
     "unproxify",
 ]
 
@@ -67,6 +69,7 @@ _HOMES = {
     "report": "gpuspill.distributed.observing",
     "settings": "gpuspill.distributed.settings_report",
     "statistics": "gpuspill.distributed.frames",
+    "story": "gpuspill.distributed.story",
     "unproxify": "gpuspill.distributed.parking",
 }
 

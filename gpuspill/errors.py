@@ -108,6 +108,13 @@ class DataLostError(GpuspillError, RuntimeError):
     def __str__(self) -> str:
         return self.message
 
+    def retold(self, message: str, key: object) -> DataLostError:
+        """Return the error for somebody else, with the same notes and without a traceback."""
+        error = DataLostError(message, key)
+        for note in getattr(self, "__notes__", ()):
+            error.add_note(note)
+        return error
+
 
 class RecordLost(DataLostError):
     """A record's file has vanished or is shorter than what was written."""

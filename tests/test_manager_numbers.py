@@ -37,7 +37,6 @@ def test_everything_is_zero_in_the_end(kit):
         "reserved_nbytes", "waiting", "unspillable", "set_aside",
     ):  # fmt: skip
         assert getattr(stats, name) == 0, name
-    assert manager.quiet
 
 
 def test_a_hidden_size_is_learned_and_corrected(kit):

@@ -21,6 +21,7 @@ Imports nothing by itself: the ``dask`` command needs :mod:`~gpuspill.distribute
 :mod:`~gpuspill.distributed.devices`          the worker's device
 :mod:`~gpuspill.distributed.settings_report`  the settings in force
 :mod:`~gpuspill.distributed.dask_cuda`        what is known of the inside of dask-cuda
+:mod:`~gpuspill.distributed.story`            what became of a key
 :mod:`~gpuspill.distributed.plugin`           the plugin for running clusters
 :mod:`~gpuspill.distributed.factory`          putting a store together
 ============================================  ============================================================

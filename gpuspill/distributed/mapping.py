@@ -42,6 +42,7 @@ from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.statistics import Statistics
+from gpuspill.manager.story import Event
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.tier import DeviceTier, Internal, Skeleton
 from gpuspill.tier.tier import lost
@@ -401,6 +402,18 @@ class SpillStore(MutableMapping[Hashable, object]):
             device_external_nbytes=self._external.total,
         )
         return found if self.tier is None else with_device(found, self.tier)
+
+    def story(self, key: Hashable) -> list[Event]:
+        """Return what became of the values that `key` has had, as far as they left a tier; the oldest event first.
+
+        Events of what they have on a device are among them. The last few thousand of the store are kept.
+        """
+        events = self.manager.story(key)
+        value = self.manager.look(key)
+        if self.tier is not None and type(value) is Skeleton:
+            for unit in value.units:
+                events += self.tier.manager.story(unit)
+        return sorted(events, key=lambda event: -event.ago)
 
     def close(self) -> None:
         """Stop background work and remove everything from disk. Blocks; idempotent.

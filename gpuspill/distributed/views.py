@@ -86,22 +86,18 @@ class LostValue:
     """
 
     def __init__(self, error: DataLostError) -> None:
-        self.error = DataLostError(error.message, error.key)  # without traceback
+        self.error = error.retold(error.message, error.key)
 
     def __reduce__(self) -> Any:
-        return _lost_value, (self.error.message, self.error.key)
-
-
-def _lost_value(message: str, key: Hashable) -> LostValue:
-    return LostValue(DataLostError(message, key))
+        return LostValue, (self.error,)
 
 
 class Poison(LostValue):
     """A lost value on its way to a client: raises where it is unpickled."""
 
     def __reduce__(self) -> Any:
-        return _raise_lost, (self.error.message, self.error.key)
+        return _raise_lost, (self.error,)
 
 
-def _raise_lost(message: str, key: Hashable) -> None:
-    raise DataLostError(message, key)
+def _raise_lost(error: DataLostError) -> None:
+    raise error

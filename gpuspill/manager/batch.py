@@ -15,7 +15,7 @@ from gpuspill.core.policy import Order
 from gpuspill.errors import ManagerClosed, answerable, is_for_caller
 from gpuspill.manager.admission import Admission, Admitter
 from gpuspill.manager.ports import Encoded, Serializer
-from gpuspill.manager.restore import Restorer, lost_error
+from gpuspill.manager.restore import Restorer
 from gpuspill.manager.restore_together import TogetherRestorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Engine, Urgency
@@ -240,7 +240,7 @@ class Gatherer:
                 entry = self._metadata.entry(key, pid)
                 slot = self._metadata.slots[pid]
                 if slot.loss is not None:
-                    raise lost_error(key, slot.loss)
+                    raise self._restorer.lost_error(key, pid, slot.loss)
                 if entry.resident:
                     future.set_result(slot.value)
                     return future

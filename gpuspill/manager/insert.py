@@ -196,7 +196,7 @@ class Intake:
         with self._metadata as state:
             nbytes = as_nbytes(nbytes)
             pid = state.insert_below(key, nbytes, receipt.nbytes)
-            self._metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)
+            self._metadata.enter_below(pid, key, nbytes, receipt)
 
     def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
         """Write a value to disk under `key`, replacing what the key held, without its ever being in memory. Blocks.
@@ -238,7 +238,7 @@ class Intake:
                 pid = state.settle_below(reservation, key, nbytes, receipt.nbytes)
                 if pid is None:
                     raise _over_quota(receipt.nbytes, state.disk.limit, metadata.disk_limit_from)
-                metadata.slots.enter_below(state.ledger.entries[pid], key, nbytes, receipt)
+                metadata.enter_below(pid, key, nbytes, receipt)
                 written = None  # it has an owner
                 metadata.count_write(receipt, raw, seconds)
         finally:

@@ -33,6 +33,7 @@ from gpuspill.manager.slots import Slot
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.statistics import Statistics, take_snapshot
+from gpuspill.manager.story import Event
 from gpuspill.manager.threads import Engine, run_for
 from gpuspill.manager.transaction import Metadata, deferred, reads, refused
 from gpuspill.storage.base import Frame, Receipt, Store
@@ -351,17 +352,7 @@ class ProxifyManager:
     @reads
     def proxy(self, key: Hashable) -> Proxy:
         """Return a handle for the value that `key` holds now. KeyError if unknown."""
-        return Proxy(self, key, self._ledger.keys[key].pid)
-
-    @reads
-    def resolve(self, proxy: Proxy) -> Any:
-        """Return the value a proxy stands for; as :meth:`get`."""
-        return self._restorer.bring(proxy.key, proxy.pid)
-
-    @reads
-    def nbytes_of(self, proxy: Proxy) -> int:
-        """Bytes the value of a proxy takes in memory. KeyError if it is gone."""
-        return self._metadata.entry(proxy.key, proxy.pid).nbytes
+        return Proxy(self._restorer, key, self._ledger.keys[key].pid)
 
     @reads
     def look_together(self, keys: Iterable[Hashable]) -> list[Any]:
@@ -376,12 +367,6 @@ class ProxifyManager:
         self._decoder.disperse = disperse
 
     # -- numbers -------------------------------------------------------------------------------------
-
-    @property
-    def quiet(self) -> bool:
-        """Whether everything is in memory and nobody needs room: nothing has to be prepared for anybody."""
-        state = self._metadata.state
-        return not state.spilled and state.memory.excess() <= 0
 
     @property
     def all_ready(self) -> bool:
@@ -424,6 +409,16 @@ class ProxifyManager:
     def spilled_count(self) -> int:
         """Number of values that are on disk only."""
         return self._metadata.state.spilled
+
+    @reads
+    def story(self, key: Hashable) -> list[Event]:
+        """Return what became of the values that a key has had, as far as they left memory; the oldest event first.
+
+        The last few thousand events of the manager are kept. Events of an earlier value of the key are among them.
+        """
+        with self._metadata:
+            entry = self._ledger.keys.get(key)
+            return self._metadata.story.of(key, None if entry is None else entry.pid)
 
     @reads
     def statistics(self) -> Statistics:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gpuspill.manager import ProxifyManager
+from gpuspill.manager.restore import Restorer
 
 __all__ = ["Proxy"]
 
@@ -22,8 +21,8 @@ class Proxy:
 
     Parameters
     ----------
-    manager
-        The manager that owns the value.
+    restorer
+        Of the manager that owns the value.
     key
         The key through which it was asked for; named in errors.
     pid
@@ -34,17 +33,17 @@ class Proxy:
     Holding one does not keep the value; a pin does. Thread-safe.
     """
 
-    __slots__ = ("_manager", "key", "pid")
+    __slots__ = ("_restorer", "key", "pid")
 
-    def __init__(self, manager: ProxifyManager, key: Hashable, pid: int) -> None:
-        self._manager = manager
+    def __init__(self, restorer: Restorer, key: Hashable, pid: int) -> None:
+        self._restorer = restorer
         self.key = key
         self.pid = pid
 
     @property
     def nbytes(self) -> int:
         """Bytes the value takes in memory (an estimate until it was serialised once)."""
-        return self._manager.nbytes_of(self)
+        return self._restorer.nbytes(self.key, self.pid)
 
     def resolve(self) -> Any:
         """Return the value.
@@ -59,7 +58,7 @@ class Proxy:
         DataLostError
             The only copy was on disk and cannot be read back intact.
         """
-        return self._manager.resolve(self)
+        return self._restorer.bring(self.key, self.pid)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A proxy that leaves the process leaves as its value: the manager never travels, and the other side may not

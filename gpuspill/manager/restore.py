@@ -23,12 +23,13 @@ from gpuspill.manager.decode import Decoder
 from gpuspill.manager.insert import Sharing
 from gpuspill.manager.ports import Encoded, Observer, Serializer
 from gpuspill.manager.slots import Restore
+from gpuspill.manager.story import Happened
 from gpuspill.manager.threads import Engine, Urgency
 from gpuspill.manager.transaction import Metadata
 from gpuspill.storage.base import Borrow, Receipt, Store
 from gpuspill.storage.inplace import InPlace
 
-__all__ = ["Restorer", "lost_error"]
+__all__ = ["Restorer"]
 
 logger = logging.getLogger("gpuspill")
 
@@ -84,6 +85,10 @@ class Restorer:
 
     # -- under the lock ------------------------------------------------------------------------------
 
+    def nbytes(self, key: Hashable, pid: int) -> int:
+        """Bytes the value of a proxy takes in memory. KeyError if it is gone."""
+        return self._metadata.entry(key, pid).nbytes
+
     def ready(self, entry: Entry) -> bool:
         """Whether the value of an entry can be handed out at once."""
         return entry.resident and self._metadata.slots.ready(entry.pid)
@@ -102,7 +107,7 @@ class Restorer:
         slot = self._metadata.slots[pid]
         state = self._metadata.state
         if slot.loss is not None:
-            raise lost_error(key, slot.loss)
+            raise self.lost_error(key, pid, slot.loss)
         if slot.restoring is not None:
             state.touch(pid)
             return slot.restoring
@@ -215,7 +220,7 @@ class Restorer:
         if slot.sizeof < 0:
             raise KeyError(key)  # it is just being stored
         if slot.loss is not None:
-            raise lost_error(key, slot.loss)
+            raise self.lost_error(key, pid, slot.loss)
         if type(slot.value) is Encoded:
             # As they are: the value may not share its memory with the one that others will be given.
             frames = [memoryview(bytearray(frame)) for frame in slot.value.frames]
@@ -225,8 +230,15 @@ class Restorer:
         try:
             record = self._store.read(slot.receipt)
         except DataLostError as error:
-            raise lost_error(key, error.message) from error
+            raise self.lost_error(key, pid, error.message) from error
         return self._serializer.loads(*record)
+
+    def lost_error(self, key: Hashable, pid: int, reason: str) -> DataLostError:
+        """Return the error for whoever asked for `key`, with what became of the value."""
+        error = DataLostError(_lost(key, reason), key)
+        with self._metadata:
+            error.add_note(self._metadata.story.told(pid))
+        return error
 
     def queue(self, key: Hashable, pid: int, future: Restore, urgency: Urgency) -> None:
         """Put a restore that was begun in line for the restore threads, unless it is being done or as far in front."""
@@ -261,7 +273,7 @@ class Restorer:
             return future.result()
         except DataLostError as error:
             # Many may wait for one future; each gets an error of its own.
-            raise lost_error(key, error.message) from error
+            raise error.retold(_lost(key, error.message), key) from error
 
     def restore(self, pid: int) -> None:
         """Bring a value back. Whoever calls this has claimed the restore. Never raises an Exception."""
@@ -290,6 +302,8 @@ class Restorer:
             assert future is not None
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
+            if not alive:
+                self._metadata.story.note(slot, Happened.READ, slot.nbytes)
             if left is not None and pid in state.ledger.entries:
                 state.hollow(pid, left)
             if alive and pid in state.ledger.entries:
@@ -358,7 +372,7 @@ class Restorer:
                 entry = self._metadata.entry(key, pid)
                 slot = self._metadata.slots[pid]
                 if slot.loss is not None:
-                    raise lost_error(key, slot.loss)
+                    raise self.lost_error(key, pid, slot.loss)
                 if entry.resident:
                     return slot.value
                 receipt = slot.receipt
@@ -372,7 +386,7 @@ class Restorer:
                         continue  # it was brought back meanwhile, and its record given up
                     if entry.moving or self._metadata.closed:
                         # Whoever restores it finds out, and says so to all.
-                        raise lost_error(key, error.message) from error
+                        raise self.lost_error(key, pid, error.message) from error
                     future = self.begin(key, pid, None)
                     future.claim()
                 self.restore(pid)
@@ -407,17 +421,19 @@ class Restorer:
             lost = isinstance(error, DataLostError)
             future, slot.restoring = slot.restoring, None
             assert future is not None
+            self._metadata.story.note(slot, Happened.LOST if lost else Happened.NOT_READ, slot.disk_nbytes, error)
             if lost:
                 slot.loss = str(error)
+                error.add_note(self._metadata.story.told(pid))
             state.fail_restore(pid, lost=lost)
         if lost:
-            logger.error("%s", lost_error(slot.key, str(error)))
+            logger.error("%s", _lost(slot.key, str(error)))
         future.set_exception(answerable(error))
 
 
-def lost_error(key: Hashable, reason: str) -> DataLostError:
-    """Return the error for whoever asked for `key`, which may be one of several that held the value."""
+def _lost(key: Hashable, reason: str) -> str:
+    """Return what to tell whoever asked for `key`, which may be one of several that held the value."""
     before, found, rest = reason.partition(_IS_LOST)
     if found and before.startswith(_VALUE):  # said already, to somebody who asked on behalf of this one
         reason = rest
-    return DataLostError(f"{_VALUE}{key!r}{_IS_LOST}{reason}", key)
+    return f"{_VALUE}{key!r}{_IS_LOST}{reason}"

@@ -15,6 +15,7 @@ from gpuspill.errors import cut_loose
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.ports import Encoded, LoadsTogether
 from gpuspill.manager.restore import Restorer
+from gpuspill.manager.story import Happened
 from gpuspill.manager.transaction import Metadata
 from gpuspill.storage.base import Receipt, Store
 
@@ -97,7 +98,9 @@ class TogetherRestorer:
                     restores.append((slot.restoring, value))
                     self._metadata.slots.attach(pid, value)
                     state.complete_restore(pid)
-                    if pid in revived and pid in state.ledger.entries:
+                    if pid not in revived:
+                        self._metadata.story.note(slot, Happened.READ, slot.nbytes)
+                    elif pid in state.ledger.entries:
                         state.renew(pid)  # who had it meanwhile may have changed it
             pending = [pid for pid in pids if not (pid in revived or pid in values)]
             for future, value in restores:

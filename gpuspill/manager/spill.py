@@ -21,6 +21,7 @@ from gpuspill.manager.knots import knots
 from gpuspill.manager.ports import Encoded, Observer, Serializer, observe_write
 from gpuspill.manager.slots import Slot
 from gpuspill.manager.stalls import Stalls
+from gpuspill.manager.story import Happened
 from gpuspill.manager.transaction import Metadata
 from gpuspill.storage.base import Borrow, Frame, Receipt, Store, frame_nbytes, in_memory
 from gpuspill.storage.record import digest, flat
@@ -295,6 +296,7 @@ class Spiller:
                 each.slot.receipt = each.receipt
                 metadata.totals["serialize"] += each.serialising
                 metadata.count_write(each.receipt, each.raw, each.writing)
+                metadata.story.note(each.slot, Happened.WRITTEN, each.receipt.nbytes)
                 if each.sure:
                     self._held.relent(metadata.clock())
                 if state.ledger.entries[each.pid].refusals:
@@ -381,6 +383,7 @@ class Spiller:
                 if not forever:
                     self._blocked.failed(self._metadata.clock(), again=bool(state.ledger.entries[pid].refusals))
                 self._stalls.end(pid, state)
+                self._metadata.story.note(slot, Happened.NOT_WRITTEN, slot.nbytes, error or "the disk limit is used up")
                 state.fail_spill(pid, forever=forever)
 
     def _report(self, slot: Slot, error: BaseException, forever: bool) -> None:

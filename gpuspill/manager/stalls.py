@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass
 
 from gpuspill.core.state import SpillState
+from gpuspill.manager.story import Happened
 from gpuspill.manager.transaction import Metadata, skipped
 
 __all__ = ["Stalls"]
@@ -90,7 +91,9 @@ class Stalls:
             for pid, move in list(self._moves.items()):
                 if not move.stalled and now - move.since > self._timeout:
                     move.stalled = True
-                    found.append((metadata.slots[pid].key, move))
+                    slot = metadata.slots[pid]
+                    found.append((slot.key, move))
+                    metadata.story.note(slot, Happened.STALLED, slot.nbytes, move.doing[0])
                     state.stall_spill(pid)
             if found:
                 state.set_stuck(self._stuck)

@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -174,7 +175,7 @@ def _finish(*works: Callable[[], object]) -> None:
         raise interruption
 
 
-class _Threads:
+class _Threads(ABC):
     """Threads that start when they are needed, with no lock that anybody waits for without end.
 
     The garbage collector may run while a thread is being made or is beginning, and a finaliser that it runs, in the
@@ -248,9 +249,9 @@ class _Threads:
             self._ended.append(threading.current_thread())
             self.start()  # another one, unless this is closed
 
+    @abstractmethod
     def _run(self) -> None:
         """Do what there is to do, until this is closed."""
-        raise NotImplementedError
 
     def close(self, until: float | None = None) -> None:
         """Start no more threads and wait for those that there are, until a time at most. Blocks."""
@@ -303,9 +304,11 @@ class _Threads:
         """Whether it was closed by now."""
         return self._closed
 
+    @abstractmethod
     def _stop(self) -> None:
         """Tell all threads to end."""
 
+    @abstractmethod
     def do_here(self) -> None:
         """Do, in the calling thread, what there is no thread for."""
 

@@ -35,6 +35,7 @@ from gpuspill.core.state import SpillState
 from gpuspill.errors import ManagerClosed
 from gpuspill.manager.ports import Custody, Encoded
 from gpuspill.manager.slots import Slot, Slots
+from gpuspill.manager.story import Happened, Story
 from gpuspill.storage.base import Receipt, Store
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Metadata:
         The core.
     slots
         The values.
+    story
+        What became of those that left memory.
     admissions
         Those who wait, by reservation.
     promises
@@ -103,6 +106,7 @@ class Metadata:
         self._store = store
         self.clock = clock
         self.slots = Slots(custody)
+        self.story = Story(clock, ("host", "disk") if custody is None else ("device", "host"))
         self.promptly = custody is not None
         self.state = SpillState(
             limit=limit,
@@ -177,6 +181,12 @@ class Metadata:
             raise KeyError(key)
         return entry
 
+    def enter_below(self, pid: int, key: Hashable, nbytes: int, receipt: Receipt) -> None:
+        """Under the lock: a new value is on disk already, for which the core has made a slot."""
+        slot = self.slots[pid]
+        self.slots.enter_below(slot, key, nbytes, receipt)
+        self.story.note(slot, Happened.STORED, receipt.nbytes)
+
     def count_write(self, receipt: Receipt, raw: int, seconds: float) -> None:
         """Under the lock: count a record that was written in so many seconds, of `raw` bytes."""
         self.totals["write"] += seconds
@@ -184,23 +194,30 @@ class Metadata:
         self.totals["raw"] += raw
 
     def validate(self) -> None:
-        """Raise AssertionError if the core's tables and the values' contradict each other. O(n)."""
-        slots = self.slots
-        with self as state:
-            state.validate()
-            for slot in slots.values():
-                assert slot.sizeof >= 0, slot.key
-                if slot.resident:
-                    listed = slots.by_id.get(id(slot.value))
-                    assert listed is None or slots[listed].value is slot.value, slot.key
-                else:
-                    assert slot.value is None, slot.key
-                assert (slot.receipt is not None) == slot.has(Tier.DISK), slot.key
-                decoding = slot.restoring is not None and type(slot.value) is Encoded
-                assert decoding or (slot.restoring is not None) == (slot.target == Tier.HOST), slot.key
-                assert slot.lost == (slot.loss is not None), slot.key
-            assert slots.undecoded == sum(type(slot.value) is Encoded for slot in slots.values())
-            assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
+        """Raise AssertionError, with the last events, if the tables of core and values contradict each other. O(n)."""
+        with self:
+            try:
+                self._validate()
+            except AssertionError as error:
+                error.add_note(self.story.told())
+                raise
+
+    def _validate(self) -> None:
+        slots, state = self.slots, self.state
+        state.validate()
+        for slot in slots.values():
+            assert slot.sizeof >= 0, slot.key
+            if slot.resident:
+                listed = slots.by_id.get(id(slot.value))
+                assert listed is None or slots[listed].value is slot.value, slot.key
+            else:
+                assert slot.value is None, slot.key
+            assert (slot.receipt is not None) == slot.has(Tier.DISK), slot.key
+            decoding = slot.restoring is not None and type(slot.value) is Encoded
+            assert decoding or (slot.restoring is not None) == (slot.target == Tier.HOST), slot.key
+            assert slot.lost == (slot.loss is not None), slot.key
+        assert slots.undecoded == sum(type(slot.value) is Encoded for slot in slots.values())
+        assert all(id(slots[pid].value) == ident for ident, pid in slots.by_id.items())
 
     @property
     def held_here(self) -> bool:
@@ -242,12 +259,17 @@ class Metadata:
                 slot = slots.get(pid) or effects.forgotten[pid]
                 assert type(slot) is Slot
                 values.append(slots.detach(slot))
-                nbytes += slot.nbytes if pid in slots else slot.sizeof
+                if pid in slots:
+                    nbytes += slot.nbytes
+                    self.story.note(slot, Happened.EVICTED, slot.nbytes)
+                else:
+                    nbytes += slot.sizeof
             for pid in effects.deleted:
                 slot = slots.get(pid) or effects.forgotten[pid]
                 assert type(slot) is Slot
                 if slot.receipt is not None:
                     receipts.append(slot.receipt)
+                    self.story.note(slot, Happened.DELETED, slot.receipt.nbytes)
                     slot.receipt = None
             for slot in effects.forgotten.values():
                 assert type(slot) is Slot

@@ -129,7 +129,7 @@ class Reader:
 
 def lost(error: DataLostError, key: Hashable) -> DataLostError:
     """Return the error under the key of a value, part of which is lost."""
-    return DataLostError(f"what {key!r} has on the device is lost: {error.message}", key)
+    return error.retold(f"what {key!r} has on the device is lost: {error.message}", key)
 
 
 def _named(error: DataLostError, values: Mapping[Hashable, Any]) -> DataLostError:
