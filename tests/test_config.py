@@ -105,6 +105,10 @@ PINNED = {
     "good": [*((value, 0) for value in NO_BYTES), (0.5, 0.5), ("0.25", 0.25), ("20 GB", 20 * 10**9), (1024, 1024)],
     "bad": ["auto", *DEVICE_LIMIT["bad"]],
 }
+FENCE = {
+    "good": [("device", "device"), (" Stream ", "stream")],
+    "bad": ["event", "", None, True, 1, [], {}, object()],
+}
 STORE = {
     "good": [*((value, None) for value in OFF), (dict, dict), (" collections:UserDict ", UserDict)],
     "bad": ["files", ":name", "module:", 7, [], {}, 1.5, object()],
@@ -126,6 +130,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "storage_delay": (0.0, SECONDS),
     "device": ("auto", DEVICE),
     "device_memory_limit": ("auto", DEVICE_LIMIT),
+    "device_fence": ("device", FENCE),
     "pinned_memory": (0.25, PINNED),
     "gds": (None, GDS),
     "store": (None, STORE),

@@ -303,6 +303,13 @@ def transpose(
     "nothing sleeps: what the host pays is modelled at full scale. The arms are sizes of values then, by default all.",
 )
 @click.option("--model", default="h200", show_default=True, help="With --link: what the host pays.")
+@click.option(
+    "--fence",
+    type=click.Choice(["device", "stream"]),
+    default="device",
+    show_default=True,
+    help="With --link: how whoever computed is waited for, as gpuspill.device-fence.",
+)
 @JSON_OPTION
 def device(
     arms: str | None,
@@ -317,13 +324,14 @@ def device(
     nthreads: int,
     link: float | None,
     model: str,
+    fence: str,
     json_path: Path | None,
 ) -> None:
     """Run kernels on a simulated device while blocks are copied to and from it."""
     if link is not None:
         from gpuspill.bench.link import ARMS, LinkJob
 
-        _measure(LinkJob(link=link * 1e9, model=model), arms or ",".join(ARMS), repeat, json_path)
+        _measure(LinkJob(link=link * 1e9, model=model, fence=fence), arms or ",".join(ARMS), repeat, json_path)
         return
     from gpuspill.bench.device import DeviceJob
 

@@ -78,6 +78,8 @@ class LinkJob(Job):
         Bytes a second in each direction.
     model
         Name of what the host costs.
+    fence
+        How whoever computed is waited for: as ``gpuspill.device-fence``.
 
     Raises
     ------
@@ -90,6 +92,7 @@ class LinkJob(Job):
 
     link: float
     model: str = "h200"
+    fence: str = "device"
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -119,7 +122,9 @@ class LinkJob(Job):
         """Spill all, read all, then do both at once with as much again."""
         shape = _SHAPES[arm.name]
         total, units = shape.values * shape.units * shape.nbytes, shape.values * shape.units
-        device = ModelledDevice(3 * total + 2**30, bandwidth=self.link, costs=MODELS[self.model])
+        device = ModelledDevice(
+            3 * total + 2**30, bandwidth=self.link, costs=MODELS[self.model], fence_by_stream=self.fence == "stream"
+        )
         with ExitStack() as stack:
             # Nothing is to leave the host's memory.
             store = FileStore(stack.enter_context(TemporaryDirectory(prefix="gpuspill-bench-")))

@@ -69,6 +69,10 @@ class Settings:
     device_memory_limit
         Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``: 0.8. None: no limit;
         values leave it when it is full.
+    device_fence
+        How whoever computed on a device is waited for before a copy. ``"device"``: the whole device is, with copies to
+        it that are under way. ``"stream"``: its default stream, and so all but streams that were made not to wait for
+        that (``cudaStreamNonBlocking``, as PyTorch's are): copies go in both directions at the same time.
     pinned_memory
         Bytes of host memory to pin at most for what has left the device, or a fraction of the host limit (``0.25``).
         Copies to pinned memory are done at the speed of the link. 0: none.
@@ -103,6 +107,7 @@ class Settings:
     buffer_pool: int = 128 * 2**20
     device: str | None = "auto"
     device_memory_limit: int | float | Literal["auto"] | None = "auto"
+    device_fence: Literal["device", "stream"] = "device"
     pinned_memory: int | float = 0.25
     gds: str | None = None
     follow_process_memory: bool = True
@@ -185,6 +190,12 @@ def _nbytes(name: str, value: Any) -> int | None:
 
 def _limit(name: str, value: Any) -> int | Literal["auto"] | None:
     return "auto" if _word(value) == "auto" else _nbytes(name, value)
+
+
+def _fence(name: str, value: Any) -> str:
+    if _word(value) not in ("device", "stream"):
+        raise _fail(name, value, "'device' or 'stream'")
+    return str(_word(value))
 
 
 def _pinned(name: str, value: Any) -> int | float:
@@ -324,6 +335,7 @@ _PARSERS: Mapping[str, Any] = {
     "buffer_pool": _size,
     "device": _device,
     "device_memory_limit": _device_limit,
+    "device_fence": _fence,
     "pinned_memory": _pinned,
     "gds": _gds,
     "follow_process_memory": _switch,

@@ -112,7 +112,7 @@ That misuse is detected on real devices (it is, on the simulated one); that memo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
@@ -423,6 +423,19 @@ class Device(ABC):
         Never blocks. None, which is the default, where the device does not know: synchronise with all of it instead.
         """
         return None
+
+    def fences(self, allocations: Sequence[Allocation]) -> Sequence[Event] | None:
+        """Return events for all that was enqueued so far for any of some allocations; as :meth:`fence`.
+
+        None where the device does not know of one of them.
+        """
+        found = []
+        for allocation in allocations:
+            event = self.fence(allocation)
+            if event is None:
+                return None
+            found.append(event)
+        return found
 
     @abstractmethod
     def copy_to_host(

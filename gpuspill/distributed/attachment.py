@@ -61,6 +61,7 @@ _FIXED = (
     "clean_copies",
     "buffer_pool",
     "device",
+    "device_fence",
     "pinned_memory",
     "gds",
     "spill_timeout",

@@ -34,7 +34,12 @@ def find_device(settings: Settings) -> Device | None:
     from gpuspill.device.cuda import find as cuda  # imports nothing of CUDA unless there is a driver
 
     try:
-        return cuda.device()
+        device = cuda.device()
+        from gpuspill.device.cuda.device import GpuDevice
+
+        if isinstance(device, GpuDevice):
+            device.fence_by_stream = settings.device_fence == "stream"
+        return device
     except ConfigError as error:
         if settings.device == "cuda":
             raise ConfigError(f"gpuspill.device: found 'cuda', but {error}") from error

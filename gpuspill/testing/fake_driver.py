@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 
-from gpuspill.device.cuda.port import FailureCallback
+from gpuspill.device.cuda.port import DEFAULT_STREAM, FailureCallback
 from gpuspill.device.port import DeviceError, HookInstallation, Layout, MemoryInfo, StreamKind
 from gpuspill.simulated.device.device import SimulatedAllocation, SimulatedDevice, SimulatedEvent, SimulatedStream
 
@@ -55,6 +55,7 @@ class FakeDriver:
         self.device = device
         self._identity = identity or device.identity
         self._known: weakref.WeakValueDictionary[int, SimulatedAllocation] = weakref.WeakValueDictionary()
+        self._created: set[SimulatedStream] = set()
         self._lock = threading.Lock()
         self._installation: HookInstallation | None = None
         self._last: dict[SimulatedStream, SimulatedEvent] = {}
@@ -137,15 +138,23 @@ class FakeDriver:
     def create_stream(self) -> SimulatedStream:
         """Return a new stream."""
         self.streams += 1
-        return self.device.new_stream(f"stream {self.streams}")
+        stream = self.device.new_stream(f"stream {self.streams}")
+        self._created.add(stream)
+        return stream
 
     def destroy_stream(self, stream: SimulatedStream) -> None:
         """Give a stream back."""
         self.streams -= 1
 
-    def record(self, stream: SimulatedStream) -> SimulatedEvent:
-        """Return a new event."""
+    def record(self, stream: SimulatedStream | int) -> SimulatedEvent:
+        """Return a new event. All streams but those made here wait for the default one, and it for them."""
         self.events += 1
+        if stream == DEFAULT_STREAM:
+            stream = self.device.default_stream
+            for other in tuple(stream._schedule.streams):
+                if other not in self._created:
+                    stream.wait(other.record())
+        assert isinstance(stream, SimulatedStream)
         with self._lock:
             last = self._last.get(stream)
         # The event of a copy knows when it is that copy that went wrong.

@@ -127,12 +127,11 @@ class DeviceSerializer:
 
     def _observe_producers(self, allocations: Sequence[Allocation]) -> None:
         # Whoever computed what is there did so on a stream that is not known here.
-        for allocation in allocations:
-            enqueued = self._device.fence(allocation)
-            if enqueued is None:
-                self._device.synchronize()  # which is for all of them
-                return
-            enqueued.wait()
+        events = self._device.fences(allocations)
+        if events is None:
+            self._device.synchronize()
+        for event in events or ():
+            event.wait()
 
     def _dump_object(self, memory: DeviceObject) -> Serialized:
         assert self._families is not None

@@ -104,7 +104,9 @@ def test_the_first_page_names_every_option_with_its_default() -> None:
     actual = {field.name.replace("_", "-"): field.default for field in fields(Settings)}
     assert shown.keys() == actual.keys()
     for name, default in actual.items():
-        if default in (None, "auto") or isinstance(default, bool):
+        if isinstance(default, str) and default != "auto":
+            assert shown[name] == default, name
+        elif default in (None, "auto") or isinstance(default, bool):
             expected = {None: ("off", "the worker's local directory"), True: ("true",), False: ("false",)}
             assert shown[name] in expected.get(default, ("auto",)), name
         else:

@@ -200,7 +200,8 @@ def test_pinned_memory_is_the_process_s_own_or_else_the_driver_s(driver, standin
     address = driver.pin(3 * 2**20)
     assert (address in driver._registered) is registered
     # Pinned once more, so it is pinned.
-    (status,) = driver._cuda.cuMemHostRegister(address, 2**20, 0)
+    with driver.current():
+        (status,) = driver._cuda.cuMemHostRegister(address, 2**20, 0)
     assert status == codes.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
     driver.unpin(address)
     assert not driver._registered

@@ -293,3 +293,39 @@ def test_what_is_stored_again_after_it_left_is_put_back_on_its_memory(rig, cuda,
     rig.to_host()
     assert rig.tier.statistics().device_nbytes == 0
     np.testing.assert_array_equal(rig.get("x").copy_to_host(), [*range(50), *[-1] * 50])
+
+
+COUNT = 20
+
+
+def values(count=COUNT):
+    return [np.full(200_000, number, np.uint8) for number in range(count)]
+
+
+@pytest.mark.parametrize("by_stream", [True, False])
+@pytest.mark.parametrize("streams", ["default", "own"])
+def test_many_leave_by_one_wait_each_way(cuda, standin, tmp_path, by_stream, streams):
+    """Counted by the driver: waits for the device, and for events; copies to memory that is not pinned."""
+    rig = Rig(tmp_path, standin, pinned_limit=16 * MB)
+    rig.device.fence_by_stream = by_stream
+    rig.tier.pinned.reserve(8 * MB)
+    # Streams of Numba's wait for the default one.
+    stream = cuda.stream() if streams == "own" else 0
+    rig.put("frame", [cuda.to_device(each, stream=stream) for each in values()])
+    gc.collect()
+    rig.tier.settle()
+    names = ("cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
+    before = [standin.count(name) for name in names]
+    rig.tier.manager.limits.make_room(COUNT * 200_000)
+    assert rig.tier.statistics().spilled_nbytes == COUNT * 200_000
+    down = [standin.count(name) for name in names]
+    synchronized, waited, *_ = (now - then for now, then in zip(down, before, strict=True))
+    assert (synchronized, waited) == ((0, 2) if by_stream else (1, 1))
+    assert rig.tier.statistics().host_pinned_used_nbytes >= COUNT * 200_000
+    found = rig.get("frame")
+    up = [standin.count(name) for name in names]
+    synchronized, waited, *_ = (now - then for now, then in zip(up, down, strict=True))
+    assert (synchronized, waited) == (0, 1)
+    np.testing.assert_array_equal([each.copy_to_host() for each in found], values())
+    del found
+    rig.close()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from gpuspill.device.cuda.hooks import GpuHooks
-from gpuspill.device.cuda.port import Driver, DriverMemory, Handle
+from gpuspill.device.cuda.port import DEFAULT_STREAM, Driver, DriverMemory, Handle
 from gpuspill.device.cuda.release import Release, Run
 from gpuspill.device.cuda.streams import GpuEvent, GpuPinned, GpuStream, PinnedBytes, PinnedMemory
 from gpuspill.device.hooks import Installation
@@ -130,6 +130,9 @@ class GpuDevice(Device):
     ----------
     hooks
         Whom to ask when an allocation does not fit.
+    fence_by_stream
+        Whether whoever computed is waited for by an event of the default stream, and not by waiting for the device. It
+        is for all work but that of streams that do not wait for the default stream.
 
     Notes
     -----
@@ -153,6 +156,8 @@ class GpuDevice(Device):
         self._copies = {"to_host": 0, "to_device": 0}
         self._copied_bytes = {"to_host": 0, "to_device": 0}
         self._pinned = PinnedBytes()
+        self.fence_by_stream = False
+        self._default = GpuStream(self, driver, DEFAULT_STREAM, "default")
 
     @property
     def identity(self) -> str:
@@ -302,6 +307,10 @@ class GpuDevice(Device):
         known on which a library computed. The stream has to outlive what is returned.
         """
         return GpuStream(self, self._driver, handle, "producer")
+
+    def fences(self, allocations: Sequence[Allocation]) -> Sequence[GpuEvent] | None:
+        """Return one event for all of them, if that is enough; see `fence_by_stream`."""
+        return [self._default.record()] if self.fence_by_stream else None
 
     def copy_to_host(
         self, allocation: Allocation, host_buffer: HostBuffer, stream: Stream, *, offset: int = 0

@@ -340,7 +340,9 @@ class CudaDriver:
         mapping = self._registered.pop(address, None)
         if mapping is None:
             self._cuda.cuMemFreeHost(address)
-        else:
+            return
+        # There is a context, so no lock is taken for it.
+        with suppress(DeviceError), self.current():
             self._cuda.cuMemHostUnregister(address)
 
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from gpuspill.device.port import MemoryInfo, StreamKind
 
-__all__ = ["Driver", "DriverMemory", "FailureCallback", "Fits", "Handle"]
+__all__ = ["DEFAULT_STREAM", "Driver", "DriverMemory", "FailureCallback", "Fits", "Handle"]
 
 Handle: TypeAlias = Any
 """A stream or an event of the driver."""
+
+DEFAULT_STREAM: Final = 1
+"""The default stream (``CU_STREAM_LEGACY``): all streams wait for it, and it for them, but those made not to."""
 
 Fits: TypeAlias = Callable[[int], bool]
 """``fits(nbytes) -> bool``: whether an allocation would fit now. Tries it, without calling the callback."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ class ModelledDevice(SimulatedDevice):
         What the host pays.
     moves
         Whether copies move bytes as well.
+    fence_by_stream
+        Whether whoever computed is waited for by an event of the default stream, and not by waiting for the device.
 
     Attributes
     ----------
@@ -60,7 +63,16 @@ class ModelledDevice(SimulatedDevice):
 
     clock: ThreadClock
 
-    def __init__(self, memory: int, *, bandwidth: float, costs: HostCosts, moves: bool = False) -> None:
+    def __init__(
+        self,
+        memory: int,
+        *,
+        bandwidth: float,
+        costs: HostCosts,
+        moves: bool = False,
+        fence_by_stream: bool = False,
+    ) -> None:
+        self._by_stream = fence_by_stream
         self.costs = costs
         self.calls: dict[str, int] = {}
         self.pageable_nbytes = 0
@@ -97,9 +109,12 @@ class ModelledDevice(SimulatedDevice):
         with self.clock.call():
             super().free(allocation)
 
-    def fence(self, allocation: Allocation) -> None:  # type: ignore[override]
-        """Know nothing, as a device that is shared with libraries does."""
-        return
+    def fences(self, allocations: Sequence[Allocation]) -> Sequence[SimulatedEvent] | None:
+        """Know nothing of allocations, as a device that is shared with libraries does not."""
+        if not self._by_stream:
+            return None
+        with self.clock.call():
+            return [self.default_stream.record()]
 
     def synchronize(self) -> None:
         """See :meth:`Device.synchronize`."""
