@@ -490,7 +490,7 @@ def test_a_loss_is_told_once_whoever_asked_for_whom(kit: Kit) -> None:
     kit.manager.store("x", value())
     kit.manager.limits.evict_all()
 
-    def gone(*args: object) -> None:
+    def gone(*args: object, **kwargs: object) -> None:
         raise RecordLost("the file is gone")
 
     kit.store.read = gone  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ the stores it is given.
 from collections.abc import Sequence
 
 from gpuspill.errors import RecordLost
-from gpuspill.storage.base import Allocate, Frame, Receipt, Store
+from gpuspill.storage.base import Allocate, Frame, Lend, Receipt, Store
 from gpuspill.storage.wrappers import WrapperStore
 
 
@@ -40,16 +40,20 @@ class MirroredStore(WrapperStore):
         return receipt
 
     def read(
-        self, receipt: Receipt, allocate: Allocate | None = None
+        self,
+        receipt: Receipt,
+        allocate: Allocate | None = None,
+        *,
+        lend: Lend | None = None,
     ) -> tuple[bytes, list[memoryview]]:
         """Read the first copy that is intact."""
         try:
-            return self.store.read(receipt, allocate)
+            return self.store.read(receipt, allocate, lend=lend)
         except RecordLost:
             second = self._mirrored.get(receipt)
             if second is None:
                 raise
-            return self.mirror.read(second, allocate)
+            return self.mirror.read(second, allocate, lend=lend)
 
     def delete(self, receipt: Receipt) -> None:
         """Delete both copies."""

@@ -23,7 +23,7 @@ from gpuspill.errors import DataLostError, ManagerClosed, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.ports import Encoded
-from gpuspill.storage.base import frame_nbytes, in_memory
+from gpuspill.storage.base import Lend, frame_nbytes, in_memory
 from gpuspill.tier import DeviceTier, Skeleton
 
 if TYPE_CHECKING:
@@ -140,7 +140,9 @@ class Parcel:
             self._slot.resize(manager.admission.missing_nbytes(keys))
             if not receiver.borrows:
                 self._window.buffered()
-        exported = await asyncio.wrap_future(manager.batch.export(self._pins, borrow=receiver.borrows))
+        exported = await asyncio.wrap_future(
+            manager.batch.export(self._pins, lend=Lend.MEMORY if receiver.borrows else None)
+        )
         for key, value in exported.items():
             if type(value) is not Encoded:
                 self.values[key] = value

@@ -18,7 +18,7 @@ from gpuspill import forks
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.serialization import FOREIGN_HEADER
 from gpuspill.errors import RecordLost
-from gpuspill.storage.base import Allocate, Receipt, Store
+from gpuspill.storage.base import Allocate, Lend, Receipt, Store
 from gpuspill.storage.wrappers import WrapperStore
 
 __all__ = ["AdoptingStore", "ForeignReceipt"]
@@ -69,7 +69,9 @@ class AdoptingStore(WrapperStore):
             self._foreign.add(receipt)
         return receipt
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Return a record; an adopted file comes back whole, as the only frame.
 
         Raises
@@ -78,7 +80,7 @@ class AdoptingStore(WrapperStore):
             The file is gone. Unlike records it has no checksum, so damage shows only if it cannot be deserialised.
         """
         if not isinstance(receipt, ForeignReceipt):
-            return self.store.read(receipt, allocate)
+            return self.store.read(receipt, allocate, lend=lend)
         start = perf_counter()
         try:
             blob = receipt.files[receipt.key]

@@ -20,6 +20,7 @@ from gpuspill.manager.restore_together import TogetherRestorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Engine, Urgency
 from gpuspill.manager.transaction import Metadata, reads, refused
+from gpuspill.storage.base import Lend
 
 __all__ = ["Gatherer"]
 
@@ -160,7 +161,7 @@ class Gatherer:
     # -- as they are ---------------------------------------------------------------------------------
 
     @reads
-    def export(self, admission: Admission, *, borrow: bool = False) -> Future[dict[Hashable, Encoded | Any]]:
+    def export(self, admission: Admission, *, lend: Lend | None = None) -> Future[dict[Hashable, Encoded | Any]]:
         """Return a future of what to send for the inputs of an admission, read on the restore threads.
 
         The value itself where it is in memory; else its record's bytes, checked but not decoded. What is on disk stays
@@ -171,9 +172,8 @@ class Gatherer:
         ----------
         admission
             Of the inputs.
-        borrow
-            Whether the bytes are only looked at, soon; see :class:`gpuspill.storage.base.Borrow`. Nothing may be
-            decoded from them then that is kept.
+        lend
+            See :meth:`gpuspill.storage.base.Store.read`. Nothing may be decoded from what is lent that is kept.
 
         Raises
         ------
@@ -181,21 +181,20 @@ class Gatherer:
             In the future: a value cannot be read.
         """
         result: Future[dict[Hashable, Encoded | Any]] = Future()
-        pending = [(key, self._export_later(key, pid, result, borrow)) for key, pid in admission.pids.items()]
+        pending = [(key, self._export_later(key, pid, result, lend)) for key, pid in admission.pids.items()]
         self._deliver(pending, result, lambda: None)
         return result
 
     @refused("pin")
-    def fetch(self, key: Hashable, *, in_place: bool = False) -> Encoded | Any:
+    def fetch(self, key: Hashable, *, lend: Lend | None = None) -> Encoded | Any:
         """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks.
 
         Parameters
         ----------
         key
             Whose.
-        in_place
-            Frames that came to disk past host memory may be left there: see
-            :class:`gpuspill.storage.inplace.FileMemory`.
+        lend
+            See :meth:`gpuspill.storage.base.Store.read`.
 
         Raises
         ------
@@ -205,7 +204,7 @@ class Gatherer:
             Its value cannot be read.
         """
         with self._admitter.pin([key]) as pins:
-            return self._restorer.fetch(key, pins.pids[key], in_place=in_place)
+            return self._restorer.fetch(key, pins.pids[key], lend)
 
     @reads
     def decode(self, encoded: Encoded) -> Future[Any]:
@@ -228,7 +227,7 @@ class Gatherer:
             with suppress(InvalidStateError):
                 result.set_result(value)
 
-    def _export_later(self, key: Hashable, pid: int, result: Future[Any], borrow: bool) -> Future[Any]:
+    def _export_later(self, key: Hashable, pid: int, result: Future[Any], lend: Lend | None) -> Future[Any]:
         """Return a future of what to send for one proxy, which the caller has pinned. Never blocks and never raises.
 
         A restore in flight is joined here and not on a restore thread: it may be queued behind that very thread.
@@ -257,7 +256,7 @@ class Gatherer:
         def read() -> None:
             try:
                 # Nobody waits for it if the whole was cancelled.
-                future.set_result(None if result.cancelled() else self._restorer.fetch(key, pid, borrow=borrow))
+                future.set_result(None if result.cancelled() else self._restorer.fetch(key, pid, lend))
             except BaseException as error:
                 future.set_exception(answerable(error))
                 if is_for_caller(error):

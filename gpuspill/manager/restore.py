@@ -26,8 +26,7 @@ from gpuspill.manager.slots import Restore
 from gpuspill.manager.story import Happened
 from gpuspill.manager.threads import Engine, Urgency
 from gpuspill.manager.transaction import Metadata
-from gpuspill.storage.base import Borrow, Receipt, Store
-from gpuspill.storage.inplace import InPlace
+from gpuspill.storage.base import Lend, Receipt, Store
 
 __all__ = ["Restorer"]
 
@@ -350,17 +349,15 @@ class Restorer:
             return
         future.set_result(value)
 
-    def fetch(self, key: Hashable, pid: int, *, borrow: bool = False, in_place: bool = False) -> Encoded | Any:
+    def fetch(self, key: Hashable, pid: int, lend: Lend | None = None) -> Encoded | Any:
         """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
 
         Parameters
         ----------
         key, pid
             Of the proxy.
-        borrow
-            See :meth:`gpuspill.manager.batch.Gatherer.export`.
-        in_place
-            See :meth:`gpuspill.manager.batch.Gatherer.fetch`.
+        lend
+            See :meth:`gpuspill.storage.base.Store.read`.
 
         Raises
         ------
@@ -378,7 +375,7 @@ class Restorer:
                 receipt = slot.receipt
             assert receipt is not None
             try:
-                header, frames = self._read_record(receipt, borrow=borrow, in_place=in_place)
+                header, frames = self._read_record(receipt, lend)
                 return Encoded(header, frames, entry.nbytes, slot.device_nbytes)
             except DataLostError as error:
                 with self._metadata:
@@ -392,15 +389,10 @@ class Restorer:
                 self.restore(pid)
                 return self.outcome(key, future)
 
-    def _read_record(
-        self, receipt: Receipt, *, borrow: bool = False, in_place: bool = False
-    ) -> tuple[bytes, list[memoryview]]:
+    def _read_record(self, receipt: Receipt, lend: Lend | None = None) -> tuple[bytes, list[memoryview]]:
         clock = self._metadata.clock
-        allocate = self._allocate
-        if borrow or in_place:
-            allocate = Borrow(allocate) if borrow else InPlace(allocate)
         start = clock()
-        header, frames = self._store.read(receipt, allocate)
+        header, frames = self._store.read(receipt, self._allocate, lend=lend)
         seconds = clock() - start
         with self._metadata:
             totals = self._metadata.totals

@@ -23,7 +23,7 @@ from gpuspill.manager.slots import Slot
 from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.story import Happened
 from gpuspill.manager.transaction import Metadata
-from gpuspill.storage.base import Borrow, Frame, Receipt, Store, frame_nbytes, in_memory
+from gpuspill.storage.base import Frame, Lend, Receipt, Store, frame_nbytes, in_memory
 from gpuspill.storage.record import digest, flat
 
 __all__ = ["Spiller"]
@@ -349,7 +349,7 @@ class Spiller:
         """Whether a record is what would be written of a value now. Reads it."""
         try:
             header, frames = self._dumps(value)
-            found_header, found = self._store.read(receipt, Borrow())
+            found_header, found = self._store.read(receipt, lend=Lend.MEMORY)
             return (header, len(frames)) == (found_header, len(found)) and all(
                 digest(before) == digest(flat(in_memory(now))) for before, now in zip(found, frames, strict=True)
             )

@@ -14,6 +14,7 @@ that it does not have (:mod:`gpuspill.forks`).
 
 from __future__ import annotations
 
+import enum
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,10 +25,10 @@ from typing import Self, TypeAlias
 
 __all__ = [
     "Allocate",
-    "Borrow",
     "Buffer",
     "Frame",
     "FrameStream",
+    "Lend",
     "Metrics",
     "Receipt",
     "Store",
@@ -182,26 +183,15 @@ class Receipt:
     hashed: bool = field(default=True, kw_only=True)
 
 
-class Borrow:
-    """Given as ``allocate`` by somebody who only looks at a record's bytes, soon: the store may lend its own memory.
+class Lend(enum.Enum):
+    """What a store may hand out in the place of memory from ``allocate``, to somebody who says that it will do."""
 
-    What it lends may be read-only, lies at any address, and lasts as long as the frames do, whatever becomes of the
-    record.
-
-    Parameters
-    ----------
-    allocate
-        Where to take memory from all the same, for what cannot be lent; fresh memory by default.
-    """
-
-    __slots__ = ("_allocate",)
-
-    def __init__(self, allocate: Allocate | None = None) -> None:
-        self._allocate = fresh_buffer if allocate is None else allocate
-
-    def __call__(self, nbytes: int) -> memoryview:
-        """Return memory for `nbytes` bytes."""
-        return self._allocate(nbytes)
+    MEMORY = "memory of the store's own"
+    """For who only looks at the bytes, soon. It may be read-only, lies at any address, and lasts as long as the frames
+    do, whatever becomes of the record."""
+    FILE = "views of the file"
+    """For who can fetch frames from a file. It is done with records that are not hashed, whose frames are then views of
+    :class:`~gpuspill.storage.inplace.FileMemory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +325,9 @@ class Store(ABC):
             self.delete(receipt)
 
     @abstractmethod
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Return the header and the frames of a record, verified.
 
         Parameters
@@ -344,7 +336,9 @@ class Store(ABC):
             What :meth:`write` returned.
         allocate
             Where to take memory from. By default fresh memory that is freed with the last frame. It is called
-            without any lock held. See :class:`Borrow` for who does not need memory of its own.
+            without any lock held.
+        lend
+            What the caller takes as well, in its place. A store that can lend none reads into memory.
 
         Returns
         -------

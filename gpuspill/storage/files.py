@@ -29,9 +29,9 @@ from contextlib import suppress
 from gpuspill.errors import GpuspillError, RecordCorrupt, RecordLost, StorageError, StorageFull
 from gpuspill.storage.base import (
     Allocate,
-    Borrow,
     Frame,
     FrameStream,
+    Lend,
     Metrics,
     Receipt,
     Store,
@@ -41,7 +41,6 @@ from gpuspill.storage.base import (
 from gpuspill.storage.codecs import CodecChooser
 from gpuspill.storage.counters import Counters
 from gpuspill.storage.directory import PrivateDirectory, sweep_leftovers
-from gpuspill.storage.inplace import InPlace
 from gpuspill.storage.quota import Quota, Reservation
 from gpuspill.storage.record import encoded_nbytes, flat
 from gpuspill.storage.record_io import RecordReader, RecordWriter
@@ -291,7 +290,9 @@ class FileStore(Store):
     # -- reading ---------------------------------------------------------------------------------
 
     @visit
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Return the header and the frames of a record, verified. See :meth:`Store.read`."""
         counts = Counters()
         self._begin_read(receipt)
@@ -306,9 +307,9 @@ class FileStore(Store):
             )
             where = self._directory.fd, str(receipt.number)
             borrowed = None
-            if isinstance(allocate, Borrow):
+            if lend is Lend.MEMORY:
                 borrowed = reader.borrow(*where)
-            elif isinstance(allocate, InPlace) and not receipt.hashed:
+            elif lend is Lend.FILE and not receipt.hashed:
                 borrowed = reader.lend(*where)
             header, frames = reader.read(*where) if borrowed is None else borrowed
             counts.reads = 1

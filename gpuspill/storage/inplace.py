@@ -14,31 +14,9 @@ from collections.abc import Callable
 from typing import Self
 
 from gpuspill.errors import RecordLost, StorageError
-from gpuspill.storage.base import Allocate, fresh_buffer
 from gpuspill.storage.vectored import read_all
 
-__all__ = ["FileMemory", "InPlace", "open_in_place"]
-
-
-class InPlace:
-    """Given as ``allocate`` by somebody who can fetch frames from a file: the store may leave them there.
-
-    It does so with records that are not hashed, whose frames are then views of :class:`FileMemory`.
-
-    Parameters
-    ----------
-    allocate
-        Where to take memory from for all others; fresh memory by default.
-    """
-
-    __slots__ = ("_allocate",)
-
-    def __init__(self, allocate: Allocate | None = None) -> None:
-        self._allocate = fresh_buffer if allocate is None else allocate
-
-    def __call__(self, nbytes: int) -> memoryview:
-        """Return memory for `nbytes` bytes."""
-        return self._allocate(nbytes)
+__all__ = ["FileMemory", "open_in_place"]
 
 
 class FileMemory(mmap.mmap):

@@ -20,6 +20,7 @@ from gpuspill.errors import RecordCorrupt, RecordLost, StorageError, StorageFull
 from gpuspill.storage.base import (
     Allocate,
     Frame,
+    Lend,
     Metrics,
     Receipt,
     Store,
@@ -152,7 +153,9 @@ class MappingStore(Store):
     # -- reading -------------------------------------------------------------------------------------
 
     @visit
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Return the header and the frames of a record, verified. See :meth:`Store.read`."""
         counts = Counters(read_failures=1)
         try:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from gpuspill.errors import RecordLost, StorageError
-from gpuspill.storage.base import Allocate, Receipt, Store
+from gpuspill.storage.base import Allocate, Lend, Receipt, Store
 from gpuspill.storage.wrappers import WrapperStore
 
 __all__ = ["PatientStore"]
@@ -48,7 +48,9 @@ class PatientStore(WrapperStore):
         self._closed = False
         self._in_a_row = 0
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Return a record.
 
         Raises
@@ -61,7 +63,7 @@ class PatientStore(WrapperStore):
         pause, paused, failed = _FIRST, 0.0, False
         while True:
             try:
-                found = self.store.read(receipt, allocate)
+                found = self.store.read(receipt, allocate, lend=lend)
                 self._in_a_row = 0
                 return found
             except StorageError as error:

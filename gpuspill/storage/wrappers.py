@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from gpuspill.storage.base import Allocate, Frame, Receipt, Store, StoreStatistics
+from gpuspill.storage.base import Allocate, Frame, Lend, Receipt, Store, StoreStatistics
 
 __all__ = ["DelayedStore", "FaultyStore", "WrapperStore", "nth"]
 
@@ -34,9 +34,11 @@ class WrapperStore(Store):
         """See :meth:`Store.write`."""
         return self.store.write(header, frames)
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """See :meth:`Store.read`."""
-        return self.store.read(receipt, allocate)
+        return self.store.read(receipt, allocate, lend=lend)
 
     def delete(self, receipt: Receipt) -> None:
         """See :meth:`Store.delete`."""
@@ -92,10 +94,12 @@ class DelayedStore(WrapperStore):
         self._sleep(self.seconds)
         return self.store.write(header, frames)
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Wait, then read."""
         self._sleep(self.seconds)
-        return self.store.read(receipt, allocate)
+        return self.store.read(receipt, allocate, lend=lend)
 
     def delete(self, receipt: Receipt) -> None:
         """Wait, then delete."""
@@ -130,10 +134,12 @@ class FaultyStore(WrapperStore):
         self._ask("write", next(self._writes))
         return self.store.write(header, frames)
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Fail or read."""
         self._ask("read", next(self._reads))
-        return self.store.read(receipt, allocate)
+        return self.store.read(receipt, allocate, lend=lend)
 
     def _ask(self, operation: str, number: int) -> None:
         error = self._fault(operation, number)

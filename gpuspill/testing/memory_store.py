@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gpuspill.errors import RecordCorrupt
-from gpuspill.storage.base import Allocate, Frame, Receipt, Store
+from gpuspill.storage.base import Allocate, Frame, Lend, Receipt, Store
 from gpuspill.storage.wrappers import WrapperStore
 from gpuspill.testing.stores import MemoryStore
 
@@ -49,12 +49,14 @@ class HookedStore(WrapperStore):
             raise
         return receipt
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """See :meth:`Store.read`."""
         self.hook("read", "before")
         if receipt in self.damaged:
             raise RecordCorrupt(f"record {receipt.number} is damaged")
-        result = self.store.read(receipt, allocate)
+        result = self.store.read(receipt, allocate, lend=lend)
         self.hook("read", "after")
         return result
 
@@ -151,7 +153,9 @@ class ManualStore(WrapperStore):
         self._hold_up("write")
         return self.store.write(header, frames)
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Wait, then read."""
         self._hold_up("read")
-        return self.store.read(receipt, allocate)
+        return self.store.read(receipt, allocate, lend=lend)

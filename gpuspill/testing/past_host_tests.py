@@ -16,9 +16,9 @@ import pytest
 
 from gpuspill.device.past_host import FileDriver, PastHost, Trust
 from gpuspill.device.port import Device
-from gpuspill.storage.base import FrameStream
+from gpuspill.storage.base import FrameStream, Lend
 from gpuspill.storage.files import FileStore
-from gpuspill.storage.inplace import FileMemory, InPlace
+from gpuspill.storage.inplace import FileMemory
 
 __all__ = ["DevicePastHostTests", "PastHostTests"]
 
@@ -119,7 +119,7 @@ class PastHostTests:
             assert not receipt.hashed
             header, (frame,) = store.read(receipt)
             assert (header, bytes(frame)) == (b"header", expected.tobytes())
-            header, (frame,) = store.read(receipt, InPlace())
+            header, (frame,) = store.read(receipt, lend=Lend.FILE)
             assert isinstance(frame.obj, FileMemory)
             target = self.memory(np.zeros(nbytes, np.uint8))
             assert past_host.read(frame.obj.fileno(), target)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from gpuspill.errors import QuotaExceeded, RecordLost, StorageError, Unspillable
-from gpuspill.storage.base import Borrow, Receipt, Store
+from gpuspill.storage.base import Lend, Receipt, Store
 from gpuspill.testing.stores import Pieces
 
 __all__ = ["StoreMachine", "StoreTests", "frame_lists"]
@@ -263,10 +263,10 @@ class StoreTests:
     def test_borrowing(self, store: Store, frames: list[bytes]) -> None:
         """The same bytes as by reading, for as long as somebody looks, whatever becomes of the record."""
         receipt = store.write(b"header", frames)
-        header, borrowed = store.read(receipt, Borrow())
+        header, borrowed = store.read(receipt, lend=Lend.MEMORY)
         store.delete(receipt)
         with pytest.raises(RecordLost):
-            store.read(receipt, Borrow())
+            store.read(receipt, lend=Lend.MEMORY)
         store.close()
         assert header == b"header"
         assert [bytes(frame) for frame in borrowed] == frames

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gpuspill.errors import QuotaExceeded, RecordLost, StorageError, Unspillable
-from gpuspill.storage.base import Allocate, Frame, FrameStream, Receipt, Store, StoreStatistics, in_memory
+from gpuspill.storage.base import Allocate, Frame, FrameStream, Lend, Receipt, Store, StoreStatistics, in_memory
 from gpuspill.storage.wrappers import DelayedStore, FaultyStore, WrapperStore, nth
 
 __all__ = [
@@ -64,7 +64,9 @@ class MemoryStore(Store):
             self._count("writes", "bytes_written", nbytes, "payload_written", payload_nbytes)
         return receipt
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """See :meth:`Store.read`."""
         with self._lock:
             if receipt not in self._records:
@@ -193,10 +195,12 @@ class GatedStore(WrapperStore):
         _pass(self.after, "write")
         return receipt
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """See :meth:`Store.read`."""
         _pass(self.before, "read")
-        result = self.store.read(receipt, allocate)
+        result = self.store.read(receipt, allocate, lend=lend)
         _pass(self.after, "read")
         return result
 

@@ -21,6 +21,7 @@ from gpuspill.manager.ports import Encoded
 from gpuspill.storage.base import (
     Allocate,
     Frame,
+    Lend,
     Receipt,
     Store,
     StoreStatistics,
@@ -180,14 +181,16 @@ class HostRecords(Store):
         if self._closed:
             raise StorageError(errno.EBADF, "the store was closed; what was to leave stays on the device")
 
-    def read(self, receipt: Receipt, allocate: Allocate | None = None) -> tuple[bytes, list[memoryview]]:
+    def read(
+        self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
+    ) -> tuple[bytes, list[memoryview]]:
         """Return a record, from the host's memory or from disk. It stays where it is; nothing has to leave for it."""
         with self._lock:
             key, _ = self._keys.get(receipt.number, (None, None))
         if key is None:
             raise RecordLost(f"record {receipt.number} is gone")
         try:
-            encoded = self._host.batch.fetch(key, in_place=self._in_place)
+            encoded = self._host.batch.fetch(key, lend=Lend.FILE if self._in_place else None)
         except KeyError:
             raise RecordLost(f"record {receipt.number} is gone") from None
         with self._lock:

@@ -255,7 +255,7 @@ def test_prepare_later_can_be_cancelled(store):
     async def main():
         gate = threading.Event()
         read = store.records.store.read
-        store.records.store.read = lambda *args: (gate.wait(10), read(*args))[1]
+        store.records.store.read = lambda *args, **lend: (gate.wait(10), read(*args, **lend))[1]
         job = job_for(store, "x")
         task = asyncio.ensure_future(job.prepare_later())
         await asyncio.sleep(0)

@@ -38,9 +38,9 @@ class Gate(WrapperStore):
         self._pass()
         return self.store.write(header, frames)
 
-    def read(self, receipt, allocate=None):
+    def read(self, receipt, allocate=None, **lend):
         self._pass()
-        return self.store.read(receipt, allocate)
+        return self.store.read(receipt, allocate, **lend)
 
     def delete(self, receipt):
         self.threads.add(threading.get_ident())

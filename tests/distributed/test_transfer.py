@@ -219,8 +219,8 @@ def test_large_values_are_sent_without_a_copy(network, monkeypatch):
     borrowed = []
     real = FileStore.read
 
-    def read(store, receipt, allocate=None):
-        header, frames = real(store, receipt, allocate)
+    def read(store, receipt, allocate=None, **lend):
+        header, frames = real(store, receipt, allocate, **lend)
         borrowed.append(frames[0].readonly)
         return header, frames
 
@@ -460,9 +460,9 @@ async def test_retire_a_worker_with_three_times_its_limit(c, s, a, b):
     manager, highest = a.data.manager, []
     read = manager._restorer._store.read
 
-    def observed(receipt, allocate=None):
+    def observed(receipt, allocate=None, **lend):
         highest.append(manager.memory_total())
-        return read(receipt, allocate)
+        return read(receipt, allocate, **lend)
 
     manager._restorer._store = Observed(manager._restorer._store, observed)
     await c.retire_workers([a.address])

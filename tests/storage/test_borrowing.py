@@ -11,7 +11,7 @@ import pytest
 
 from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage import mapped
-from gpuspill.storage.base import Borrow
+from gpuspill.storage.base import Lend
 from gpuspill.storage.codecs import Codec, CodecChooser
 from gpuspill.storage.files import FileStore
 
@@ -53,7 +53,7 @@ def test_a_large_record_is_not_copied(store):
     frames = [noise(LARGE), b"", noise(100)]
     receipt = store.write(b"h", frames)
     allocated = Allocated()
-    header, borrowed = store.read(receipt, Borrow(allocated))
+    header, borrowed = store.read(receipt, allocated, lend=Lend.MEMORY)
     assert (header, [bytes(frame) for frame in borrowed]) == (b"h", frames)
     assert allocated == []
     assert all(frame.readonly for frame in borrowed if frame.nbytes)
@@ -66,7 +66,7 @@ def test_a_large_record_is_not_copied(store):
 def test_it_is_let_go_with_the_last_view(store):
     receipt = store.write(b"h", [noise(LARGE)])
     before = len(os.listdir("/proc/self/fd"))
-    _, borrowed = store.read(receipt, Borrow())
+    _, borrowed = store.read(receipt, lend=Lend.MEMORY)
     part = borrowed[0][10:20]
     del borrowed
     path = store.path_of(receipt)
@@ -79,7 +79,7 @@ def test_it_is_let_go_with_the_last_view(store):
 def test_a_small_record_is_read(store):
     receipt = store.write(b"h", [noise(1000)])
     allocated = Allocated()
-    store.read(receipt, Borrow(allocated))
+    store.read(receipt, allocated, lend=Lend.MEMORY)
     assert allocated == [1000]
 
 
@@ -90,7 +90,7 @@ def test_compressed_frames_are_decompressed_into_memory_of_their_own(tmp_path):
         receipt = store.write(b"h", frames)
         assert store.statistics().compressed_frames == 1
         allocated = Allocated()
-        _, borrowed = store.read(receipt, Borrow(allocated))
+        _, borrowed = store.read(receipt, allocated, lend=Lend.MEMORY)
         assert [bytes(frame) for frame in borrowed] == frames
         assert allocated == [len(frames[0])]
 
@@ -109,7 +109,7 @@ class TestWhereItCannotBe:
     def test_the_kernel_does_not_know_how(self, store, receipt, frame, monkeypatch):
         monkeypatch.setattr(mapped, "_POPULATE_READ", 9999)
         allocated = Allocated()
-        assert bytes(store.read(receipt, Borrow(allocated))[1][0]) == frame
+        assert bytes(store.read(receipt, allocated, lend=Lend.MEMORY)[1][0]) == frame
         assert allocated == [LARGE]
         assert not is_mapped(store.path_of(receipt))
 
@@ -118,12 +118,12 @@ class TestWhereItCannotBe:
             raise OSError("no C library")
 
         monkeypatch.setattr(mapped.ctypes, "CDLL", no_library)
-        assert bytes(store.read(receipt, Borrow())[1][0]) == frame
+        assert bytes(store.read(receipt, lend=Lend.MEMORY)[1][0]) == frame
 
     def test_another_system(self, store, receipt, frame, monkeypatch):
         monkeypatch.setattr(sys, "platform", "darwin")
         allocated = Allocated()
-        store.read(receipt, Borrow(allocated))
+        store.read(receipt, allocated, lend=Lend.MEMORY)
         assert allocated == [LARGE]
 
     def test_a_file_that_may_only_be_read(self, store, receipt, frame, monkeypatch):
@@ -135,7 +135,7 @@ class TestWhereItCannotBe:
             return real(path, flags, *args, **kwargs)
 
         monkeypatch.setattr(os, "open", open_)
-        assert bytes(store.read(receipt, Borrow())[1][0]) == frame
+        assert bytes(store.read(receipt, lend=Lend.MEMORY)[1][0]) == frame
 
     @pytest.mark.fault("record damaged", on="send", outcome="noticed")
     def test_damaged(self, store, receipt):
@@ -143,7 +143,7 @@ class TestWhereItCannotBe:
             file.seek(LARGE // 2)
             file.write(b"?")
         with pytest.raises(RecordCorrupt, match="changed since"):
-            store.read(receipt, Borrow())
+            store.read(receipt, lend=Lend.MEMORY)
         assert not is_mapped(store.path_of(receipt))
 
     @pytest.mark.fault("record cut off", on="send", outcome="noticed")
@@ -151,18 +151,18 @@ class TestWhereItCannotBe:
     def test_cut_off(self, store, receipt, nbytes):
         os.truncate(store.path_of(receipt), nbytes)
         with pytest.raises(RecordLost):
-            store.read(receipt, Borrow())
+            store.read(receipt, lend=Lend.MEMORY)
 
     def test_longer(self, store, receipt):
         with open(store.path_of(receipt), "ab") as file:
             file.write(b"?")
         with pytest.raises(RecordCorrupt, match="more than"):
-            store.read(receipt, Borrow())
+            store.read(receipt, lend=Lend.MEMORY)
 
     def test_removed(self, store, receipt):
         os.unlink(store.path_of(receipt))
         with pytest.raises(RecordLost):
-            store.read(receipt, Borrow())
+            store.read(receipt, lend=Lend.MEMORY)
 
     def test_unreadable(self, store, receipt, monkeypatch):
         def failing(*args):
@@ -171,7 +171,7 @@ class TestWhereItCannotBe:
         monkeypatch.setattr("gpuspill.storage.record_io.map_file", lambda *args: None)
         monkeypatch.setattr(os, "preadv", failing)
         with pytest.raises(StorageError, match="Input/output"):
-            store.read(receipt, Borrow())
+            store.read(receipt, lend=Lend.MEMORY)
 
     @pytest.mark.fault("no file descriptor left", on="send", outcome="an error; not lost")
     def test_no_descriptor_is_left(self, store, receipt, frame, monkeypatch):
@@ -181,14 +181,14 @@ class TestWhereItCannotBe:
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", failing)
             with pytest.raises(StorageError, match="Too many open files"):
-                store.read(receipt, Borrow())
-        assert bytes(store.read(receipt, Borrow())[1][0]) == frame
+                store.read(receipt, lend=Lend.MEMORY)
+        assert bytes(store.read(receipt, lend=Lend.MEMORY)[1][0]) == frame
 
     @pytest.mark.fault("another file in its place", on="send", outcome="noticed")
     def test_another_record_in_its_place(self, store, receipt):
         other = store.write(b"h", [noise(LARGE + 64)[:LARGE]])
         os.replace(store.path_of(other), store.path_of(receipt))
         with pytest.raises(RecordCorrupt, match="another"):
-            store.read(receipt, Borrow())
+            store.read(receipt, lend=Lend.MEMORY)
         with pytest.raises(RecordLost):
-            store.read(other, Borrow())
+            store.read(other, lend=Lend.MEMORY)

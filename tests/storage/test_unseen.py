@@ -7,9 +7,9 @@ import os
 import pytest
 
 from gpuspill.errors import QuotaExceeded, RecordCorrupt, RecordLost, StorageError, StorageFull
-from gpuspill.storage.base import Borrow, FrameStream
+from gpuspill.storage.base import FrameStream, Lend
 from gpuspill.storage.files import FileStore
-from gpuspill.storage.inplace import FileMemory, InPlace
+from gpuspill.storage.inplace import FileMemory
 from gpuspill.storage.record import RecordEncoder, decode_record, whole_pages
 
 PAGE = 4096
@@ -46,8 +46,8 @@ def store(tmp_path):
         store.validate()
 
 
-def read(store, receipt, allocate=None):
-    header, (frame,) = store.read(receipt, allocate)
+def read(store, receipt, allocate=None, **lend):
+    header, (frame,) = store.read(receipt, allocate, **lend)
     return header, bytes(frame)
 
 
@@ -57,7 +57,7 @@ def test_it_is_read_as_any_other(store, nbytes):
     assert not receipt.hashed
     assert (receipt.payload_nbytes, receipt.stored_nbytes) == (nbytes, whole_pages(nbytes))
     assert os.path.getsize(store.path_of(receipt)) == receipt.nbytes
-    assert read(store, receipt) == read(store, receipt, Borrow()) == (b"header", DATA[:nbytes])
+    assert read(store, receipt) == read(store, receipt, lend=Lend.MEMORY) == (b"header", DATA[:nbytes])
     statistics = store.statistics()
     assert statistics.bytes_written == statistics.nbytes == receipt.nbytes
     assert statistics.payload_written == nbytes
@@ -68,7 +68,7 @@ def test_it_is_read_as_any_other(store, nbytes):
 def test_who_can_fetch_it_is_lent_the_file(store):
     receipt = store.write(b"header", [Unseen()])
     asked = []
-    header, (frame,) = store.read(receipt, InPlace(lambda n: asked.append(n)))
+    header, (frame,) = store.read(receipt, lambda n: asked.append(n), lend=Lend.FILE)
     memory = frame.obj
     assert isinstance(memory, FileMemory)
     assert (header, frame.nbytes, frame.readonly, asked) == (b"header", len(DATA), True, [])
@@ -91,12 +91,12 @@ def test_what_is_hashed_is_read_and_checked_also_then(store):
         asked.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    assert read(store, receipt, InPlace(allocate)) == (b"header", DATA)
+    assert read(store, receipt, allocate, lend=Lend.FILE) == (b"header", DATA)
     assert asked == [len(DATA)]
     with open(store.path_of(receipt), "r+b") as file:
         file.write(bytes([DATA[0] ^ 1]))
     with pytest.raises(RecordCorrupt):
-        store.read(receipt, InPlace())
+        store.read(receipt, lend=Lend.FILE)
 
 
 def test_if_it_cannot_be_done_the_record_is_as_any_other(store):
@@ -107,7 +107,7 @@ def test_if_it_cannot_be_done_the_record_is_as_any_other(store):
     other = store.write(b"header", [DATA])
     with open(store.path_of(other), "rb") as file:
         assert file.read() == found
-    assert read(store, receipt, InPlace()) == (b"header", DATA)
+    assert read(store, receipt, lend=Lend.FILE) == (b"header", DATA)
 
 
 def test_beside_other_frames_it_is_hashed(store):
@@ -162,18 +162,18 @@ def test_interrupted_or_closed_in_the_middle(store):
     assert not os.path.exists(store.path)
 
 
-@pytest.mark.parametrize("allocate", [None, InPlace(), Borrow()], ids=["read", "lent", "borrowed"])
-def test_its_length_and_its_footer_are_checked(store, allocate):
+@pytest.mark.parametrize("lend", [None, *Lend])
+def test_its_length_and_its_footer_are_checked(store, lend):
     size = store.write(b"header", [Unseen()]).nbytes
     for length in (0, 1, PAGE, whole_pages(len(DATA)), size - 1):
         receipt = store.write(b"header", [Unseen()])
         os.truncate(store.path_of(receipt), length)
         with pytest.raises(RecordLost):
-            store.read(receipt, allocate)
+            store.read(receipt, lend=lend)
     receipt = store.write(b"header", [Unseen()])
     os.truncate(store.path_of(receipt), size + 1)
     with pytest.raises(RecordCorrupt):
-        store.read(receipt, allocate)
+        store.read(receipt, lend=lend)
     for at in range(whole_pages(len(DATA)), size):
         receipt = store.write(b"header", [Unseen()])
         with open(store.path_of(receipt), "r+b") as file:
@@ -182,13 +182,13 @@ def test_its_length_and_its_footer_are_checked(store, allocate):
             file.seek(at)
             file.write(bytes([byte ^ 1]))
         with pytest.raises(RecordCorrupt):
-            store.read(receipt, allocate)
+            store.read(receipt, lend=lend)
         store.delete(receipt)
 
 
 def test_a_file_that_is_cut_off_after_it_was_lent(store):
     receipt = store.write(b"", [Unseen()])
-    _, (frame,) = store.read(receipt, InPlace())
+    _, (frame,) = store.read(receipt, lend=Lend.FILE)
     os.truncate(store.path_of(receipt), PAGE)
     with pytest.raises(RecordLost, match="4,096 bytes of the 8,315"):
         frame.obj.load(frame, lambda n: memoryview(bytearray(n)))
