@@ -18,7 +18,7 @@ from gpuspill.core.ledger import Entry
 from gpuspill.core.residency import Tier
 from gpuspill.errors import ManagerClosed
 from gpuspill.manager.ports import Encoded, PickleSerializer
-from gpuspill.manager.transaction import Policy, policy_of
+from gpuspill.manager.transaction import Policy, at_once, policy_of
 from gpuspill.testing.managers import Bench, bench
 from gpuspill.testing.values import Plain
 from tests.tracing import interrupted
@@ -90,6 +90,7 @@ CALLS: dict[str, Callable[[Bench], Any]] = {
     "get": lambda kit: [kit.manager.get(key).content for key in "ea"],
     "get_ready": lambda kit: [kit.manager.get_ready(key) for key in "ea"],
     "proxy": lambda kit: (kit.manager.proxy("e").nbytes, kit.manager.proxy("e").resolve()),
+    "proxies": lambda kit: kit.manager.proxies({"e": 0}),
     "relent": lambda kit: kit.manager.stalls.relent(),
     "notice": lambda kit: kit.manager.stalls.notice(),
     "disperse_by": lambda kit: kit.manager.disperse_by(lambda key, value, nbytes: None),
@@ -101,7 +102,9 @@ CALLS: dict[str, Callable[[Bench], Any]] = {
     "close": lambda kit: kit.manager.close(),
     # of admissions
     "admit": lambda kit: kit.manager.admission.admit("late", ["c", "f"], 100).release(),
+    "admit_in_pieces": lambda kit: at_once(kit.manager.admission.admit_in_pieces("late", ["c", "f"], 100)).release(),
     "pin": lambda kit: kit.manager.admission.pin(["c", "f"]).release(),
+    "pin_in_pieces": lambda kit: at_once(kit.manager.admission.pin_in_pieces(["c", "f"])).release(),
     "reserve": lambda kit: kit.manager.admission.reserve(10).release(),
     "reserve_now": lambda kit: kit.manager.admission.reserve_now(0, Kind.TRANSFER),
     "wait_for_room": lambda kit: kit.manager.admission.wait_for_room() if kit.manager._metadata._depth else None,

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -189,8 +189,13 @@ class Attachment:
     def _in_memory(self) -> int:
         return self.store.manager.memory_total() + max(0, self.follower.offset)
 
-    def admit(self, key: Hashable, prefix: str, inputs: Collection[Hashable], order: Order = ()) -> Job | None:
-        """Pin the inputs of a task and reserve room; None if it can simply run. A smaller `order` is more urgent."""
+    def admit(
+        self, key: Hashable, prefix: str, inputs: Collection[Hashable], order: Order = ()
+    ) -> Generator[None, None, Job | None]:
+        """Pin the inputs of a task, in pieces, and reserve room; None if it can simply run.
+
+        A smaller `order` is more urgent.
+        """
         expected = self.sizes.expected(prefix)
         manager, tier = self.store.manager, self.store.tier
         if tier is not None:
@@ -206,7 +211,7 @@ class Attachment:
         # across others, which must not be read on the event loop.
         inputs = [name for name in inputs if name in manager]
         try:
-            admission = manager.admission.admit(key, inputs, expected, order=order)
+            admission = yield from manager.admission.admit_in_pieces(key, inputs, expected, order=order)
         except KeyError:
             return None  # on another thread, just now
         wait = self.settings.admission

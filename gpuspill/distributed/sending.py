@@ -16,7 +16,7 @@ from gpuspill.core.policy import Order
 from gpuspill.distributed.internals import forget_lost, recover
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
 from gpuspill.distributed.sizes import measure
-from gpuspill.distributed.task_inputs import granted
+from gpuspill.distributed.task_inputs import granted, in_turns, in_turns_later
 from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Form, Slot, Window, Wire, type_name, wrap
 from gpuspill.errors import DataLostError, ManagerClosed, cut_loose
@@ -135,7 +135,7 @@ class Parcel:
         if missing:
             self._slot = await self._window.take(missing, receiver.peer)
         # Only now: a request that waits keeps nothing in memory.
-        self._pins = manager.admission.pin(keys)
+        self._pins = await in_turns(manager.admission.pin_in_pieces(keys))
         if self._slot is not None:
             self._slot.resize(manager.admission.missing_nbytes(keys))
             if not receiver.borrows:
@@ -225,7 +225,7 @@ class Parcel:
             self._slot.release()
             self._slot = None
         if self._pins is not None:
-            self._pins.release()
+            in_turns_later(self._pins.release_in_pieces())
 
 
 def _serialized(value: Any, serializers: Collection[str] | None) -> Serialized:

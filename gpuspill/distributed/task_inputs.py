@@ -6,11 +6,11 @@ Pure of distributed's private parts; :mod:`gpuspill.distributed.worker` fits a :
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Generator, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from time import time
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from distributed import Reschedule
 from distributed.metrics import context_meter
@@ -22,9 +22,12 @@ from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError, answerable
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
+from gpuspill.manager.transaction import BATCH
 from gpuspill.tier import DeviceTier
 
-__all__ = ["Job", "OutputSizes", "granted"]
+__all__ = ["Job", "OutputSizes", "granted", "in_turns", "in_turns_later"]
+
+T = TypeVar("T")
 
 
 class OutputSizes:
@@ -142,6 +145,8 @@ class Job:
         manager, device = self._manager, self._device_admission
         if self._wait and not all(admission.granted for admission in self._admissions):
             return False
+        if len(self.admission.pids) > BATCH:
+            return False  # looking at so many is not for the event loop
         return all(manager.is_resident(key) for key in self.admission.pids) and (
             self._tier is None or device is None or all(map(self._tier.manager.is_resident, device.pids))
         )
@@ -273,11 +278,36 @@ class Job:
         self.release()
 
     def release(self) -> None:
-        """Undo the pins and give back what is left of the promises. Idempotent."""
+        """Undo the pins and give back what is left of the promises. Idempotent.
+
+        On the event loop; if there are many pins, it goes on when the loop comes round again.
+        """
         for admission in self._admissions:
-            admission.release()
+            in_turns_later(admission.release_in_pieces())
         if self._output is not None:
             self._output.release()
+
+
+async def in_turns(pieces: Generator[None, None, T]) -> T:
+    """Do what is offered in pieces, and let the event loop run between them; return its result.
+
+    Cancelling it gives up.
+    """
+    try:
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                return cast(T, end.value)
+            await asyncio.sleep(0)
+    finally:
+        pieces.close()
+
+
+def in_turns_later(pieces: Generator[None, None, None]) -> None:
+    """Do the first of what is offered in pieces now, and the others each time that the event loop comes round."""
+    if next(pieces, pieces) is None:
+        asyncio.get_running_loop().call_soon(in_turns_later, pieces)
 
 
 async def granted(admission: Admission) -> None:

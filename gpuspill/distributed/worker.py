@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sized
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sized
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
@@ -51,10 +51,11 @@ from gpuspill.distributed.internals import (
 from gpuspill.distributed.parking import unproxify
 from gpuspill.distributed.sending import Parcel, Receiver, pack
 from gpuspill.distributed.sizes import Claims, measure
-from gpuspill.distributed.task_inputs import Job, granted
+from gpuspill.distributed.task_inputs import Job, granted, in_turns
 from gpuspill.distributed.views import ClosedView, LostValue, Poison, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
 from gpuspill.errors import DataLostError, ManagerClosed
+from gpuspill.manager.transaction import BATCH, at_once
 
 if TYPE_CHECKING:
     from gpuspill.distributed.attachment import Attachment
@@ -104,7 +105,10 @@ def spilling_class(base: Any) -> Any:
             ts = self.state.tasks.get(key)
             if attachment is None or ts is None or ts.run_spec is None or attachment.runs_freely(ts.prefix):
                 return super().execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
-            job = attachment.admit(ts.key, ts.prefix, inputs_of(self, ts), ts.priority or ())
+            inputs = inputs_of(self, ts)
+            if len(inputs) > BATCH:
+                return _execute_with_many_inputs(self, super().execute, ts, inputs, stimulus_id)
+            job = at_once(attachment.admit(ts.key, ts.prefix, inputs, ts.priority or ()))
             if job is None:
                 return super().execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
             return _execute_admitted(self, super().execute, ts, job, stimulus_id)
@@ -218,6 +222,16 @@ def _after_storing(action: Callable[[], object]) -> None:
 # -- a task's inputs -----------------------------------------------------------------------------
 
 
+async def _execute_with_many_inputs(
+    worker: Any, execute: Callable[..., Any], ts: Any, inputs: list[Hashable], stimulus_id: str
+) -> Any:
+    """Admit a task whose inputs are too many for one turn of the event loop, and run it."""
+    job = await in_turns(worker._gpuspill.admit(ts.key, ts.prefix, inputs, ts.priority or ()))
+    if job is None:
+        return await execute(ts.key, stimulus_id=stimulus_id)
+    return await _execute_admitted(worker, execute, ts, job, stimulus_id)
+
+
 async def _execute_admitted(worker: Any, execute: Callable[..., Any], ts: Any, job: Job, stimulus_id: str) -> Any:
     """Run a task whose inputs are pinned, and for which room was asked."""
     stored = False
@@ -250,7 +264,7 @@ async def _execute_prepared(worker: Any, execute: Callable[..., Any], ts: Any, j
     job_token = _JOB.set(None)
     try:
         if not spec.is_coro and _prepares_inputs(executor):
-            values = {key: store.manager.proxy(key) for key in job.admission.pids}
+            values = store.manager.proxies(job.admission.pids)
             stand_in = ts.run_spec = Unproxied(spec, job)
             _JOB.set(job)
         else:

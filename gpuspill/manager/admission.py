@@ -5,15 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from typing import Literal
 
 from gpuspill.core.budget import Kind, Reservation
-from gpuspill.core.ledger import Entry
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
 from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.threads import Engine
-from gpuspill.manager.transaction import Metadata, deferred, reads, refused, skipped
+from gpuspill.manager.transaction import (
+    Metadata,
+    at_once,
+    batches,
+    deferred,
+    deferred_in_pieces,
+    reads,
+    refused,
+    skipped,
+)
 
 __all__ = ["Admission", "Admitter"]
 
@@ -154,7 +163,16 @@ class Admission:
             self._unreleased.pop()
         except IndexError:
             return
-        self._admitter.release(self)
+        at_once(self._admitter.release(self))
+        self.fulfil()
+
+    def release_in_pieces(self) -> Generator[None, None, None]:
+        """Do as :meth:`release` does, a number of pins at a time. If it is given up, the rest is done at once."""
+        try:
+            self._unreleased.pop()
+        except IndexError:
+            return
+        yield from self._admitter.release(self)
         self.fulfil()
 
     def __enter__(self) -> Admission:
@@ -221,14 +239,30 @@ class Admitter:
         KeyError
             An input is unknown. Nothing stays pinned.
         """
+        return at_once(self.admit_in_pieces(label, inputs, output_nbytes, arriving=arriving, kind=kind, order=order))
+
+    @refused("ask for room")
+    def admit_in_pieces(
+        self,
+        label: Hashable | None,
+        inputs: Iterable[Hashable],
+        output_nbytes: int = 0,
+        *,
+        arriving: Mapping[Hashable, int] | None = None,
+        kind: Kind = Kind.TASK,
+        order: Order = (),
+    ) -> Generator[None, None, Admission]:
+        """Do as :meth:`admit` does, a number of inputs at a time. If it is given up, nothing stays pinned.
+
+        Room is asked for when all are pinned.
+        """
         outputs = dict(arriving or {})
         arriving_nbytes = sum(outputs.values())
         if label is not None and output_nbytes:
             outputs[label] = output_nbytes
-        with self._metadata as state:
-            known = state.ledger.keys
-            entries = {key: known[key] for key in inputs}
-            return self._promise(entries, outputs, output_nbytes, kind, order, arriving_nbytes)
+        pids, missing_nbytes = yield from self._pin(inputs, unknown="raise")
+        with self._metadata:
+            return self._promise(pids, outputs, output_nbytes, missing_nbytes + arriving_nbytes, kind, order)
 
     @refused("pin")
     def pin(self, keys: Iterable[Hashable]) -> Admission:
@@ -237,13 +271,69 @@ class Admitter:
         For whoever looks at them without needing them there, such as :meth:`gpuspill.manager.batch.Gatherer.export`.
         Unknown keys are left out.
         """
+        return at_once(self.pin_in_pieces(keys))
+
+    @refused("pin")
+    def pin_in_pieces(self, keys: Iterable[Hashable]) -> Generator[None, None, Admission]:
+        """Do as :meth:`pin` does, a number of keys at a time. If it is given up, nothing stays pinned."""
+        pids, _ = yield from self._pin(keys, unknown="omit")
+        nothing = Reservation(Kind.TRANSFER, 0, granted=True)
+        return Admission(self, nothing, pids, {}, 0, self._metadata.clock())
+
+    def _pin(
+        self, keys: Iterable[Hashable], unknown: Literal["raise", "omit"]
+    ) -> Generator[None, None, tuple[dict[Hashable, int], int]]:
+        """Pin values in batches; return their proxies by key, and the bytes of those that are not in memory.
+
+        Nothing stays pinned after a failure.
+        """
+        missing: dict[int, int] = {}  # by proxy: several keys may hold one
+        pids: dict[Hashable, int] = {}
+        try:
+            for batch in batches(keys):
+                if pids:
+                    yield
+                with self._metadata as state:
+                    known = state.ledger.keys
+                    for key in batch:
+                        entry = known.get(key)
+                        if entry is None and unknown == "raise":
+                            raise KeyError(key)
+                        if entry is None or key in pids:
+                            continue
+                        state.pin(entry.pid)
+                        pids[key] = entry.pid
+                        if entry.state is State.SPILLED:
+                            missing[entry.pid] = entry.nbytes
+        except BaseException:
+            at_once(self._unpin(pids.values(), None))
+            raise
+        return pids, sum(missing.values())
+
+    def _unpin(self, pids: Iterable[int], reservation: Reservation | None) -> Generator[None, None, None]:
+        """Undo pins in batches, and give back a promise with the last; what is left is done at once if it is given up.
+
+        A reservation may have been released before.
+        """
+        left = list(batches(pids))
+        try:
+            while left:
+                batch = left.pop()
+                self._undo(batch, None if left else reservation)
+                if left:
+                    yield
+        finally:
+            while left:
+                batch = left.pop()
+                self._undo(batch, None if left else reservation)
+
+    @deferred()
+    def _undo(self, pids: Iterable[int], reservation: Reservation | None) -> None:
         with self._metadata as state:
-            known = state.ledger.keys
-            pids = {key: known[key].pid for key in keys if key in known}
-            for pid in pids.values():
-                state.pin(pid)
-            nothing = Reservation(Kind.TRANSFER, 0, granted=True)
-            return Admission(self, nothing, pids, {}, 0, self._metadata.clock())
+            for pid in pids:
+                state.unpin(pid)
+            if reservation is not None:
+                state.release(reservation)
 
     @refused("ask for room")
     def reserve(
@@ -266,7 +356,7 @@ class Admitter:
             The keys under which they will be stored and the part of each, if known; storing a key settles its part.
         """
         with self._metadata:
-            return self._promise({}, dict(outputs or {}), nbytes, kind, order)
+            return self._promise({}, dict(outputs or {}), nbytes, 0, kind, order)
 
     @refused("ask for room")
     def reserve_now(
@@ -290,29 +380,21 @@ class Admitter:
         with self._metadata:
             if self._metadata.closed or self._engine.spilling_here:
                 return
-            admission = self._promise({}, {}, 0, Kind.TASK)
+            admission = self._promise({}, {}, 0, 0, Kind.TASK)
         with admission:
             admission.wait()
 
     def _promise(
         self,
-        entries: Mapping[Hashable, Entry],
+        pids: dict[Hashable, int],
         outputs: dict[Hashable, int],
         output_nbytes: int,
+        inputs_nbytes: int,
         kind: Kind,
         order: Order = (),
-        arriving_nbytes: int = 0,
     ) -> Admission:
-        """Under the lock: pin the inputs and queue for room."""
-        state = self._metadata.state
-        missing: dict[int, int] = {}  # by proxy: several keys may hold one
-        pids: dict[Hashable, int] = {}
-        for key, entry in entries.items():
-            state.pin(entry.pid)
-            pids[key] = entry.pid
-            if entry.state is State.SPILLED:
-                missing[entry.pid] = entry.nbytes
-        reservation = state.reserve(sum(missing.values()) + arriving_nbytes + output_nbytes, kind, order)
+        """Under the lock: queue for room, for an output and for inputs that are pinned."""
+        reservation = self._metadata.state.reserve(inputs_nbytes + output_nbytes, kind, order)
         return self._hand_out(reservation, pids, outputs, output_nbytes)
 
     def _hand_out(
@@ -342,26 +424,36 @@ class Admitter:
     @reads
     def missing_nbytes(self, keys: Iterable[Hashable]) -> int:
         """Bytes of the values of some keys that are on disk now. Unknown keys are left out."""
-        with self._metadata as state:
-            known = state.ledger.keys
-            # By proxy: several keys may hold one.
-            entries = {entry.pid: entry for key in keys if (entry := known.get(key)) is not None}
-            return sum(entry.nbytes for entry in entries.values() if entry.state is State.SPILLED)
+        missing: dict[int, int] = {}  # by proxy: several keys may hold one
+        for batch in batches(keys):
+            with self._metadata as state:
+                known = state.ledger.keys
+                found = (entry for key in batch if (entry := known.get(key)) is not None)
+                missing |= {entry.pid: entry.nbytes for entry in found if entry.state is State.SPILLED}
+        return sum(missing.values())
 
     # -- taking back ---------------------------------------------------------------------------------
 
+    @deferred_in_pieces
+    def release(self, admission: Admission) -> Generator[None, None, None]:
+        """Undo :meth:`admit`, in pieces; called by :meth:`Admission.release`, once.
+
+        Each piece is put off, in the middle of a change, until that is complete.
+        """
+        self._withdraw(admission)
+        # Before the promise goes: who waits for its end may find that the inputs can make room.
+        yield from self._unpin(admission.pids.values(), admission.reservation)
+
     @deferred()
-    def release(self, admission: Admission) -> None:
-        """Undo :meth:`admit`; called by :meth:`Admission.release`, once."""
+    def _withdraw(self, admission: Admission) -> None:
         metadata = self._metadata
         with metadata as state:
             metadata.admissions.pop(admission.reservation, None)
             for key in admission.outputs:
                 if metadata.promises.get(key) is admission:
                     del metadata.promises[key]
-            state.release(admission.reservation)
-            for pid in admission.pids.values():
-                state.unpin(pid)
+            if not admission.granted or not admission.pids:
+                state.release(admission.reservation)  # nothing has to make room for it any more
 
     @deferred()
     def settle(self, label: Hashable) -> None:

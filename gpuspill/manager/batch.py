@@ -19,7 +19,7 @@ from gpuspill.manager.restore import Restorer
 from gpuspill.manager.restore_together import TogetherRestorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Engine, Urgency
-from gpuspill.manager.transaction import Metadata, reads, refused
+from gpuspill.manager.transaction import Metadata, batches, reads, refused
 from gpuspill.storage.base import Lend
 
 __all__ = ["Gatherer"]
@@ -83,14 +83,10 @@ class Gatherer:
         result: Future[dict[Hashable, Any]] = Future()
         wanted = tuple(keys)
         while True:
-            with self._metadata as state:
-                known = state.ledger.keys
-                found = {key: entry for key in wanted if (entry := known.get(key)) is not None}
-                if missing == "raise" and len(found) < len(set(wanted)):
-                    raise KeyError(next(key for key in wanted if key not in found))
-                if all(map(self._restorer.ready, found.values())):
-                    result.set_result({key: self._restorer.hit(entry) for key, entry in found.items()})
-                    return result
+            found, values = self._find(wanted, missing)
+            if values is not None:
+                result.set_result(values)
+                return result
             try:
                 admission = self._admitter.admit(None, found, kind=Kind.TRANSFER, order=order)
             except KeyError:
@@ -99,6 +95,30 @@ class Gatherer:
         gathered = self.materialize_later(admission)
         gathered.add_done_callback(lambda _: admission.release())
         return gathered
+
+    def _find(
+        self, wanted: Iterable[Hashable], missing: Literal["raise", "omit"]
+    ) -> tuple[list[Hashable], dict[Hashable, Any] | None]:
+        """Return which keys are known, and their values if all are in memory; that counts as a use then."""
+        found: dict[Hashable, None] = {}
+        values: dict[Hashable, Any] | None = {}
+        for batch in batches(wanted):
+            with self._metadata as state:
+                for key in batch:
+                    entry = state.ledger.keys.get(key)
+                    if entry is not None:
+                        found[key] = None
+                        if values is not None and self._restorer.ready(entry):
+                            values[key] = self._metadata.slots[entry.pid].value
+                            self._metadata.touch(entry.pid)
+                        else:
+                            values = None
+                    elif missing == "raise":
+                        raise KeyError(key)
+        if values is not None:
+            with self._metadata:
+                self._restorer.hits += len(values)
+        return list(found), values
 
     @reads
     def materialize(self, admission: Admission) -> dict[Hashable, Any]:
@@ -110,14 +130,15 @@ class Gatherer:
         values: dict[Hashable, Any] = {}
         absent = []
         hits = []
-        with self._metadata:
-            for key, pid in admission.pids.items():
-                entry = self._metadata.entry(key, pid)
-                if self._restorer.ready(entry):
-                    values[key] = self._restorer.hit(entry)
-                    hits.append(entry.nbytes)
-                else:
-                    absent.append((key, pid))
+        for batch in batches(admission.pids.items()):
+            with self._metadata:
+                for key, pid in batch:
+                    entry = self._metadata.entry(key, pid)
+                    if self._restorer.ready(entry):
+                        values[key] = self._restorer.hit(entry)
+                        hits.append(entry.nbytes)
+                    else:
+                        absent.append((key, pid))
         if len(absent) > 1 and self._together is not None:
             values |= self._together.bring(absent, admission)
         elif absent:

@@ -14,7 +14,7 @@ from gpuspill.core.state import SpillState
 from gpuspill.device.shared_memory import SharedMemory
 from gpuspill.errors import QuotaExceeded, StorageError
 from gpuspill.manager.ports import Encoded, Observer, observe_write
-from gpuspill.manager.transaction import Metadata
+from gpuspill.manager.transaction import Metadata, batches
 from gpuspill.storage.base import Frame, Receipt, Store, frame_nbytes
 
 __all__ = ["VIEW_NBYTES", "Intake", "Sharing"]
@@ -143,9 +143,10 @@ class Intake:
 
     def store_encoded(self, values: Mapping[Hashable, Encoded]) -> None:
         """Put values that came as bytes in memory, in one go; they are new, and no other value is the same object."""
-        with self._metadata as state:
-            for key, value in values.items():
-                self._enter(state, key, value, value.nbytes, None, spillable=True, touched=True)
+        for batch in batches(values.items()):
+            with self._metadata as state:
+                for key, value in batch:
+                    self._enter(state, key, value, value.nbytes, None, spillable=True, touched=True)
 
     def _enter(
         self,

@@ -35,7 +35,7 @@ from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.statistics import Statistics, take_snapshot
 from gpuspill.manager.story import Event
 from gpuspill.manager.threads import Engine, run_for
-from gpuspill.manager.transaction import Metadata, deferred, reads, refused
+from gpuspill.manager.transaction import Metadata, batches, deferred, reads, refused
 from gpuspill.storage.base import Frame, Receipt, Store
 
 __all__ = ["ProxifyManager"]
@@ -195,11 +195,12 @@ class ProxifyManager:
         Nor does one that is being written. As storing them again; unknown keys do not matter.
         """
         keys = tuple(keys)
-        with self._metadata as state:
-            for key in keys:
-                entry = self._ledger.keys.get(key)
-                if entry is not None and entry.resident:
-                    state.renew(entry.pid)
+        for batch in batches(keys):
+            with self._metadata as state:
+                for key in batch:
+                    entry = self._ledger.keys.get(key)
+                    if entry is not None and entry.resident:
+                        state.renew(entry.pid)
         self._restorer.revive(keys)
 
     @deferred()
@@ -240,11 +241,11 @@ class ProxifyManager:
     @deferred()
     def discard_together(self, keys: Iterable[Hashable]) -> None:
         """Forget several keys, in one go; as :meth:`discard`. Unknown keys do not matter."""
-        keys = tuple(keys)
-        with self._metadata as state:
-            for key in keys:
-                if key in self._ledger.keys:
-                    state.remove(key)
+        for batch in batches(tuple(keys)):
+            with self._metadata as state:
+                for key in batch:
+                    if key in self._ledger.keys:
+                        state.remove(key)
 
     # -- what is there -------------------------------------------------------------------------------
 
@@ -355,11 +356,19 @@ class ProxifyManager:
         return Proxy(self._restorer, key, self._ledger.keys[key].pid)
 
     @reads
+    def proxies(self, pids: Mapping[Hashable, int]) -> dict[Hashable, Proxy]:
+        """Return handles for some values that are pinned, by key, whatever their keys hold now."""
+        return {key: Proxy(self._restorer, key, pid) for key, pid in pids.items()}
+
+    @reads
     def look_together(self, keys: Iterable[Hashable]) -> list[Any]:
         """Return the values of some keys as they are in memory; None for those that are not. As :meth:`look`."""
-        with self._metadata:
-            slots, known = self._metadata.slots, self._ledger.keys
-            return [slots[known[key].pid].value if key in known else None for key in keys]
+        slots, known = self._metadata.slots, self._ledger.keys
+        values: list[Any] = []
+        for batch in batches(keys):
+            with self._metadata:
+                values += [slots[known[key].pid].value if key in known else None for key in batch]
+        return values
 
     @reads
     def disperse_by(self, disperse: Disperse) -> None:

@@ -9,7 +9,7 @@ from gpuspill.core.residency import State
 from gpuspill.manager.restore import Restorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Urgency
-from gpuspill.manager.transaction import Metadata, deferred, reads, skipped
+from gpuspill.manager.transaction import Metadata, batches, deferred, reads, skipped
 
 __all__ = ["Prefetcher"]
 
@@ -39,16 +39,18 @@ class Prefetcher:
     @deferred()
     def expect(self, keys: Iterable[Hashable], order: Order, user: Hashable) -> None:
         """`user` is going to read `keys`; a smaller `order` is sooner."""
-        with self._metadata as state:
-            for key in keys:
-                state.expect_use(key, user, order)
+        for batch in batches(keys):
+            with self._metadata as state:
+                for key in batch:
+                    state.expect_use(key, user, order)
 
     @deferred()
     def drop(self, keys: Iterable[Hashable], user: Hashable) -> None:
         """`user` has read `keys` or never will."""
-        with self._metadata as state:
-            for key in keys:
-                state.drop_use(key, user)
+        for batch in batches(keys):
+            with self._metadata as state:
+                for key in batch:
+                    state.drop_use(key, user)
 
     @reads
     def next(self, key: Hashable) -> Order | None:
@@ -84,18 +86,21 @@ class Prefetcher:
             How many restores were begun.
         """
         begun: list[tuple[Hashable, int, Restore]] = []
-        with self._metadata as state:
-            if self._metadata.closed:
-                return 0
-            for key in keys:
-                entry = state.ledger.keys.get(key)
-                if entry is None or entry.state is not State.SPILLED:
-                    continue
-                order = state.uses.next(key)
-                if not state.begin_prefetch(entry.pid, () if order is None else order):
-                    break
-                restore = self._metadata.slots[entry.pid].restoring = Restore()
-                begun.append((key, entry.pid, restore))
+        room = True
+        for batch in batches(keys):
+            with self._metadata as state:
+                for key in batch:
+                    entry = state.ledger.keys.get(key)
+                    if entry is None or entry.state is not State.SPILLED:
+                        continue
+                    order = state.uses.next(key)
+                    room = not self._metadata.closed and state.begin_prefetch(entry.pid, () if order is None else order)
+                    if not room:
+                        break
+                    restore = self._metadata.slots[entry.pid].restoring = Restore()
+                    begun.append((key, entry.pid, restore))
+            if not room:
+                break
         for key, pid, restore in begun:
             self._restorer.queue(key, pid, restore, Urgency.AHEAD)
         return len(begun)

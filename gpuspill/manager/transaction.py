@@ -21,8 +21,9 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from functools import partial, wraps
+from itertools import islice
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -42,9 +43,22 @@ if TYPE_CHECKING:
     from gpuspill.manager.admission import Admission
     from gpuspill.manager.threads import Engine
 
-__all__ = ["Metadata", "Policy", "deferred", "policy_of", "reads", "refused", "skipped"]
+__all__ = [
+    "BATCH",
+    "Metadata",
+    "Policy",
+    "at_once",
+    "batches",
+    "deferred",
+    "deferred_in_pieces",
+    "policy_of",
+    "reads",
+    "refused",
+    "skipped",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 logger = logging.getLogger("gpuspill")
 
@@ -52,6 +66,8 @@ logger = logging.getLogger("gpuspill")
 _REAP_NBYTES = 64 * 1024
 #: So many objects of a list are let go at a time.
 _PIECE = 10_000
+#: So many keys are handled in one block at most: a fraction of a millisecond.
+BATCH = 256
 
 
 class Metadata:
@@ -338,6 +354,22 @@ class Metadata:
             self._store.delete(receipt)
 
 
+def batches(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
+    """Yield some items in tuples of at most :data:`BATCH`, each for one block of the lock."""
+    left = iter(items)
+    while batch := tuple(islice(left, BATCH)):
+        yield batch
+
+
+def at_once(pieces: Generator[None, None, T]) -> T:
+    """Do, without a pause, what a method offers to do in pieces; return its result."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return cast(T, end.value)
+
+
 class Policy(enum.Enum):
     """What becomes of a call in the middle of a change."""
 
@@ -361,6 +393,12 @@ def policy_of(function: Callable[..., object]) -> Policy | None:
 def reads(method: F) -> F:
     """Mark a method that changes nothing, wherever it is called. It stays the function that it is."""
     vars(method)["policy"] = Policy.READ
+    return method
+
+
+def deferred_in_pieces(method: F) -> F:
+    """Mark a generator each piece of which is a :func:`deferred` method."""
+    vars(method)["policy"] = Policy.DEFERRED
     return method
 
 

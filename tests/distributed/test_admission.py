@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import threading
 import time
 
@@ -11,6 +13,7 @@ from distributed import Event, Future, Status, wait, worker_client
 from distributed.utils_test import async_poll_for, inc
 
 from gpuspill.core.budget import Kind
+from gpuspill.manager.transaction import BATCH, at_once
 from tests.distributed.clusters import all_spilled, at_rest, attached, spilling
 
 pytestmark = pytest.mark.cluster
@@ -242,8 +245,8 @@ async def test_inputs_of_a_running_task_are_not_spilled(c, s, a):
 @spilling(limits=("1 GiB",), nthreads=[("", 1)])
 async def test_nothing_is_admitted_while_there_is_plenty_of_room(c, s, a):
     admitted = []
-    admit = a.data.manager.admission.admit
-    a.data.manager.admission.admit = lambda *args, **kwargs: admitted.append(args) or admit(*args, **kwargs)
+    admit = a.data.manager.admission.admit_in_pieces
+    a.data.manager.admission.admit_in_pieces = lambda *args, **kwargs: admitted.append(args) or admit(*args, **kwargs)
     assert await c.submit(sum, c.map(inc, range(10))) == 55
     assert not admitted
     x = c.submit(block_of, MB)
@@ -274,12 +277,37 @@ async def test_an_input_that_vanishes_before_the_task_starts(c, s, a):
     x = c.submit(np.ones, 1000)
     await wait(x)
     await all_spilled(a)
-    job = attached(a).admit("y", "y", [x.key, "no such key"])
+    job = at_once(attached(a).admit("y", "y", [x.key, "no such key"]))
     assert list(job.admission.pids) == [x.key]
     assert not job.ready
     job.abandon()
     await at_rest(a)
     assert await c.submit(np.sum, x) == 1000
+
+
+@spilling(limits=(1,), nthreads=[("", 1)])
+async def test_many_inputs_of_a_task_are_pinned_and_let_go_in_pieces(c, s, a):
+    """The event loop runs in between."""
+    inputs = await c.scatter([number + 10**6 for number in range(4 * BATCH)])
+    await all_spilled(a)
+    entries = a.data.manager._ledger.entries
+    seen = []
+
+    async def watch():
+        while True:
+            pinned = sum(entry.pins for entry in list(entries.values()))
+            if not seen or seen[-1] != pinned:
+                seen.append(pinned)
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    assert await c.submit(len, inputs) == len(inputs)
+    await at_rest(a)
+    watching.cancel()
+    steps = [after - before for before, after in itertools.pairwise(seen)]
+    assert max(seen) >= 4 * BATCH
+    assert max(map(abs, steps)) <= BATCH
+    assert seen[-1] == 0
 
 
 @pytest.mark.fault("several threads at once", on=("send", "receive"), outcome="every value right, all totals zero")
