@@ -1,4 +1,4 @@
-"""How fast the port copies, beside a raw pinned copy.
+"""How fast the port copies, and the tier, beside a raw pinned copy.
 
 ``ci/gpu_bandwidth.py [--json FILE] [--check]`` prints the lines that belong in docs/benchmarks.md. With --check it
 exits with 1 unless
@@ -13,22 +13,39 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from dask.utils import format_bytes
+
+from gpuspill.device.arrays import ArrayRegistry, Recipe
 from gpuspill.device.cuda import find as cuda
-from gpuspill.device.port import Allocation, CopyPlan, Device, StreamKind
+from gpuspill.device.port import Allocation, CopyPlan, Device, Layout, StreamKind
 from gpuspill.device.staging import Copier
+from gpuspill.manager import ProxifyManager
+from gpuspill.manager.ports import PickleSerializer
+from gpuspill.storage.files import FileStore
+from gpuspill.testing import standin
+from gpuspill.tier import DeviceTier
 
 NBYTES = 512 * 2**20
 ROUNDS = 9
 KINDS: tuple[StreamKind, StreamKind] = ("to_host", "to_device")
 PORT_SHARE = 0.9
 BOTH_SHARE = 1.5
+
+#: What the tier moves: so many allocations of one value, and the bytes of each.
+SHAPES = ((1, 2**30), (4, 2**28), (200, 2**20), (5000, 2**16))
+TIER_ROUNDS = 5
+#: Pinned memory beyond what is needed: whole slabs.
+PINNED = 4 * 64 * 2**20
 
 Clock = Callable[[], float]
 
@@ -99,29 +116,101 @@ def _copies(
     return work
 
 
+def measure_tier(
+    device: Device, shapes: Sequence[tuple[int, int]] = SHAPES, now: Clock = time.perf_counter
+) -> dict[str, dict[str, float]]:
+    """Return bytes a second of the device tier, by shape and direction, and of both directions at the same time.
+
+    Values leave for pinned host memory, which is there before, and come back in the thread that reads them. Each is
+    one of several allocations.
+    """
+    return {f"{count} x {format_bytes(nbytes)}": _tier(device, count, nbytes, now) for count, nbytes in shapes}
+
+
+def _tier(device: Device, count: int, nbytes: int, now: Clock) -> dict[str, float]:
+    total = count * nbytes
+    registry = ArrayRegistry(pointer_device=device.device_of)
+
+    def values() -> Any:
+        recipe = Recipe("interface", Layout(0, (nbytes,), (1,), "|u1", 1))
+        return tier.proxify([registry.rebuild(recipe, device.allocate(nbytes)) for _ in range(count)])
+
+    def seconds(work: Callable[[], object]) -> float:
+        tier.settle()
+        start = now()
+        work()
+        return now() - start
+
+    with TemporaryDirectory(prefix="gpuspill-bandwidth-") as directory:
+        host = ProxifyManager(
+            limit=None, store=FileStore(directory), serializer=PickleSerializer(), sizeof=lambda value: 8
+        )
+        tier = DeviceTier(device, host, limit=None, pinned_limit=3 * total + PINNED)
+        try:
+            tier.pinned.reserve(3 * total)
+            make_room = tier.manager.limits.make_room
+            first = values()
+            down, up = [], []
+            for _ in range(TIER_ROUNDS):
+                down.append(seconds(lambda: make_room(total)))
+                up.append(seconds(lambda: tier.resolve(first)))
+            make_room(total)
+            second = values()
+
+            def both() -> None:
+                other = threading.Thread(target=make_room, args=(total,))
+                other.start()
+                tier.resolve(first)
+                other.join()
+
+            together = seconds(both)
+            assert second.device_nbytes == first.device_nbytes == total
+        finally:
+            first = second = None
+            tier.close()
+            host.close()
+    return {
+        "to_host": total / statistics.median(down),
+        "to_device": total / statistics.median(up),
+        "both": 2 * total / together,
+    }
+
+
 def raw_copies(nbytes: int) -> dict[str, Callable[[], object]]:
-    """Return, by direction, one call of CUDA that copies from or to pinned memory, and a wait for it."""
-    from cuda.bindings import runtime
+    """Return, by direction, one call of the driver that copies from or to pinned memory, and a wait for it."""
+    from cuda.bindings import driver
 
     def checked(result: tuple[Any, ...]) -> Any:
         status, *values = result
-        if status != runtime.cudaError_t.cudaSuccess:
+        if status != driver.CUresult.CUDA_SUCCESS:
             raise SystemExit(f"CUDA reports {status.name}")
         return values[0] if values else None
 
-    host = checked(runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocDefault))
-    device = checked(runtime.cudaMalloc(nbytes))
-    stream = checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking))
-    kinds = runtime.cudaMemcpyKind
+    checked(driver.cuInit(0))
+    context = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(0))))
+    checked(driver.cuCtxSetCurrent(context))
+    host = int(checked(driver.cuMemHostAlloc(nbytes, 0)))
+    device = checked(driver.cuMemAlloc(nbytes))
+    stream = checked(driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
-    def copy(target: int, source: int, kind: Any) -> None:
-        checked(runtime.cudaMemcpyAsync(target, source, nbytes, kind, stream))
-        checked(runtime.cudaStreamSynchronize(stream))
+    def copy(enqueue: Callable[..., tuple[Any, ...]], target: Any, source: Any) -> None:
+        checked(enqueue(target, source, nbytes, stream))
+        checked(driver.cuStreamSynchronize(stream))
 
     return {
-        "to_host": lambda: copy(host, device, kinds.cudaMemcpyDeviceToHost),
-        "to_device": lambda: copy(device, host, kinds.cudaMemcpyHostToDevice),
+        "to_host": lambda: copy(driver.cuMemcpyDtoHAsync, host, device),
+        "to_device": lambda: copy(driver.cuMemcpyHtoDAsync, device, host),
     }
+
+
+def load_stand_in(nbytes: int) -> None:
+    """Put the stand-in in the place of the driver, with a device of so many bytes; before anything looks for one."""
+    os.environ["STANDIN_MEMORY"] = str(nbytes)
+    # RMM asks the driver for what is not documented; NVML has a driver of its own.
+    for name in ("rmm", "pynvml"):
+        sys.modules[name] = None  # type: ignore[assignment]
+    with TemporaryDirectory() as directory:
+        standin.load(standin.build(directory))
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -137,6 +226,10 @@ def table(found: Mapping[str, Any]) -> str:
         cells = [found.get(f"{key}_{way}") for way in (*KINDS, "both")]
         shown = " | ".join("" if cell is None else f"{cell / 1e9:.1f}" for cell in cells)
         lines.append(f"| {name} | {shown} |")
+    for name, speeds in found.get("tier", {}).items():
+        lines.append(
+            f"| the tier, {name} | " + " | ".join(f"{speeds[way] / 1e9:.1f}" for way in (*KINDS, "both")) + " |"
+        )
     lines.append("")
     lines.append(
         f"The port reaches {found['port_share']:.0%} of a raw copy; both directions move {found['both_share']:.2f} "
@@ -159,9 +252,16 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--nbytes", type=int, default=NBYTES, help="bytes of a copy; the tier moves twice as many")
+    parser.add_argument("--stand-in", action="store_true", help="on the stand-in for the driver: shows that it runs")
     parser.add_argument("--check", action="store_true", help="exit with 1 if something is slower than it should be")
     arguments = parser.parse_args(argv)
-    found = measure(cuda.device(), raw_copies(NBYTES))
+    if arguments.stand_in:
+        load_stand_in(8 * arguments.nbytes)
+    device = cuda.device()
+    found = measure(device, raw_copies(arguments.nbytes), arguments.nbytes)
+    shapes = [(count, nbytes * arguments.nbytes // NBYTES) for count, nbytes in SHAPES]
+    found["tier"] = measure_tier(device, shapes)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     print(table(found))

@@ -1,7 +1,9 @@
 """What the bandwidth benchmark for GPUs computes, on a link of which the speed is known."""
 
+import gc
+
 import pytest
-from gpu_bandwidth import measure, problems, table
+from gpu_bandwidth import measure, measure_tier, problems, table
 
 from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.port import CopyPlan
@@ -44,3 +46,21 @@ def test_directions_that_wait_for_each_other_are_noticed():
     found = figures() | {"both_share": 1.1}
     (problem,) = problems(found)
     assert "1.10" in problem
+
+
+def test_the_tier_is_measured_on_what_it_does():
+    """At the speed of the link in each direction; what moves is counted."""
+    clock = ManualClock()
+    simulated = SimulatedDevice(64 * MB, bandwidth=1e9, checks=False, clock=clock)
+    device = GpuDevice(FakeDriver(simulated), plan=CopyPlan(MB, staged=True))
+    found = measure_tier(device, [(1, 8 * MB), (50, 64 * 1024)], clock.now)
+    assert found.keys() == {"1 x 8.00 MiB", "50 x 64.00 kiB"}
+    for speeds in found.values():
+        assert speeds["to_host"] == pytest.approx(1e9)
+        assert speeds["to_device"] == pytest.approx(1e9)
+        assert 1e9 <= speeds["both"] * 1.001 <= 2.01e9
+    gc.collect()
+    statistics = device.statistics()
+    assert statistics.violations == 0
+    assert statistics.live_bytes == statistics.pinned_bytes == 0
+    assert "| the tier, 1 x 8.00 MiB | 1.0 | 1.0 |" in table(figures() | {"tier": found})

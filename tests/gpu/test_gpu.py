@@ -1,6 +1,6 @@
 """What can be shown on a GPU only: the conformance suites on CUDA, running out of memory with RMM, and whole ways.
 
-Skipped, with the reason, where there is none. ``ci/test_gpu.sh`` makes an environment for it.
+Skipped, with the reason, where there is none. ``ci/gpu.sh`` makes an environment for it.
 """
 
 import gc

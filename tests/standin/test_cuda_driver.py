@@ -143,6 +143,7 @@ def test_the_current_context_is_left_as_it_was(driver, standin):
     try:
         device = GpuDevice(driver)
         allocation = device.allocate(100)
+        device.synchronize()  # it is there for the stream that is to fill it first
         device.copy_to_host(allocation, bytearray(100), device.stream("to_host")).wait()
         device.synchronize()
         del allocation
