@@ -29,7 +29,6 @@ from gpuspill.manager.prefetch import Prefetcher
 from gpuspill.manager.proxy import Proxy
 from gpuspill.manager.restore import Restorer
 from gpuspill.manager.restore_together import TogetherRestorer
-from gpuspill.manager.slots import Slot
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.stalls import Stalls
 from gpuspill.manager.statistics import Statistics, take_snapshot
@@ -50,10 +49,8 @@ class ProxifyManager:
 
     Parameters
     ----------
-    limit
-        Bytes of values to keep in memory; None for no limit.
-    disk_limit
-        Bytes of records to keep on disk; None for no limit.
+    limit, disk_limit
+        Bytes of values to keep in memory, and of records to keep on disk; None for no limit.
     store
         Where records go. The manager closes it.
     serializer
@@ -81,10 +78,8 @@ class ProxifyManager:
         when the manager is closed; 0 for no limit.
     name
         Part of the thread names.
-    clock
-        Seconds, monotonic; for tests.
-    engine
-        Makes the threads; for tests.
+    clock, engine
+        Seconds, monotonic; makes the threads. For tests.
 
     Attributes
     ----------
@@ -96,12 +91,8 @@ class ProxifyManager:
         Next uses, and what is brought back ahead of them: :class:`~gpuspill.manager.prefetch.Prefetcher`.
     limits
         Limits, and making values leave before a limit asks for it: :class:`~gpuspill.manager.limits.Evictor`.
-    stalls
-        Waits that take too long: :class:`~gpuspill.manager.stalls.Stalls`.
-    slots
-        The table of values: :class:`~gpuspill.manager.slots.Slots`.
-    engine
-        The threads: :class:`~gpuspill.manager.threads.Engine`.
+    stalls, slots, engine
+        Waits that take too long; the table of values; the threads.
 
     Notes
     -----
@@ -182,10 +173,7 @@ class ProxifyManager:
         spillable: bool = True,
         touched: bool = True,
     ) -> None:
-        """Put `value` in memory under `key`, replacing what the key held.
-
-        See :meth:`gpuspill.manager.insert.Intake.store`.
-        """
+        """Put `value` in memory under `key`, replacing what the key held; see :meth:`.Intake.store`."""
         self._intake.store(key, value, nbytes, spillable, touched)
 
     @deferred()
@@ -298,9 +286,7 @@ class ProxifyManager:
     @reads
     def arriving_nbytes(self, key: Hashable) -> int:
         """Bytes that the value of `key` will take on a device once it is decoded; 0 if it is, or has nothing there."""
-        entry = self._ledger.keys[key]
-        assert type(entry) is Slot
-        return entry.device_nbytes
+        return self.slots[self._ledger.keys[key].pid].device_nbytes
 
     # -- one value -----------------------------------------------------------------------------------
 
@@ -318,7 +304,7 @@ class ProxifyManager:
         """Return the value of `key` as it is in memory, else None. No use: what the manager knows stays as it is."""
         with self._metadata:
             entry = self._ledger.keys.get(key)
-            return None if entry is None else self._metadata.slots[entry.pid].value
+            return None if entry is None else self.slots[entry.pid].value
 
     @reads
     def get(self, key: Hashable) -> Any:
@@ -380,8 +366,7 @@ class ProxifyManager:
     @property
     def all_ready(self) -> bool:
         """Whether every value is in memory and can be handed out at once."""
-        metadata = self._metadata
-        return not (metadata.state.charges.away or metadata.slots.undecoded)
+        return not (self._metadata.state.charges.away or self.slots.undecoded)
 
     @property
     def inherited(self) -> bool:
