@@ -44,12 +44,17 @@ class Machine(RuleBasedStateMachine):
         self.pending.clear()
         cuda.synchronize()
         self.before = standin.count("live_bytes")
-        self.rig = Rig(tempfile.mkdtemp(), standin)
+        # Pinned memory for a few of the larger ones at a time; the others are staged.
+        self.rig = Rig(tempfile.mkdtemp(), standin, pinned_limit=2**16)
         self.expected, self.hands, self.numbers = {}, [], iter(range(1, 10**9))
 
     def array(self, nbytes):
         host = np.full(nbytes // 8, float(next(self.numbers)))
         return host, self.cuda.to_device(host)
+
+    @rule(by_stream=st.booleans())
+    def wait_for_the_default_stream_or_the_device(self, by_stream):
+        self.rig.device.fence_by_stream = by_stream
 
     @rule(size=st.integers(1, 200), shape=st.integers(0, 2))
     def store(self, size, shape):
