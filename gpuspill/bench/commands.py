@@ -190,6 +190,19 @@ def priority(arms: str, repeat: int, limit: int, chunk: int, delay: float, json_
 
 
 @bench.command()
+@_repeat_option(3)
+@click.option("--lists", type=int, default=600_000, show_default=True, help="Small lists in one value.")
+@click.option("--inputs", type=int, default=20_000, show_default=True, help="Inputs of one task.")
+@click.option("--floats", type=int, default=20_000, show_default=True, help="Floats older than what has to leave.")
+@JSON_OPTION
+def fair(repeat: int, lists: int, inputs: int, floats: int, json_path: Path | None) -> None:
+    """Time how long the event loop, and tasks, stand still for what others do."""
+    from gpuspill.bench.fair import Fair
+
+    _measure(Fair(lists=lists, inputs=inputs, floats=floats), "gpuspill", repeat, json_path)
+
+
+@bench.command()
 @_arms_option("stock,gpuspill")
 @_repeat_option(3)
 @click.option(
