@@ -38,7 +38,7 @@ class Rig:
             return admission
 
         def noted_release(admission):
-            release(admission)
+            yield from release(admission)  # in pieces
             if admission in asked:
                 self._ended.put(admission)
 
