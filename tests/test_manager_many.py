@@ -113,6 +113,16 @@ def test_what_get_many_delivers_is_not_kept_alive(kit):
     assert gone() is None
 
 
+def test_the_error_of_a_missing_key_does_not_keep_what_was_found_before_it(kit):
+    kit.manager.store("a", Thing("a"))
+    gone = weakref.ref(kit.manager.get("a"))
+    with pytest.raises(KeyError) as error:
+        kit.manager.batch.get_many(["a", "unknown"])
+    kit.manager.discard("a")
+    assert gone() is None
+    del error
+
+
 def test_a_set_then_get_many_never_raises_and_a_delete_then_get_many_always_does(kit):
     for start in ("in memory", "on disk"):
         kit.manager.store("a", Thing(start))

@@ -114,6 +114,7 @@ class Gatherer:
                         else:
                             values = None
                     elif missing == "raise":
+                        values = None  # the traceback keeps this frame, and would keep them
                         raise KeyError(key)
         if values is not None:
             with self._metadata:
