@@ -130,7 +130,7 @@ CALLS: dict[str, Callable[[Bench], Any]] = {
     "prefetch": lambda kit: kit.manager.uses.prefetch(["a"]),
     # of limits
     "set_limit": lambda kit: set_limit(kit, 340),
-    "set_patience": lambda kit: kit.manager.limits.set_patience(2),
+    "set_grace": lambda kit: kit.manager.limits.set_grace(2),
     "set_offset": lambda kit: kit.manager.limits.set_offset(40),
     "evict_all": lambda kit: kit.manager.limits.evict_all() if kit.manager._metadata._depth else None,
     "make_room": lambda kit: kit.manager.limits.make_room(1),

@@ -92,7 +92,7 @@ class Room:
             victim = self._candidates.next(small=False)
             if victim is None:
                 return False
-            use = self._candidates.queue.next_use(victim.pid)
+            use = self._candidates.next_use(victim)
             if not victim.has(Tier.DISK) or (use is not None and use <= order):
                 return False
             self._lifetimes.drop(victim)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
+from gpuspill.core.eviction_queue import EvictionQueue
 from gpuspill.core.ledger import FEW_KEYS, Entry, Ledger
-from gpuspill.core.policy import EvictionQueue, NextUse, Order
+from gpuspill.core.policy import EvictionPolicy, Order
 from gpuspill.core.residency import Tier
+from gpuspill.core.uses import NextUse
 
 __all__ = ["Candidates"]
 
@@ -34,6 +36,8 @@ class Candidates:
         ``held(pid)`` tells whether somebody outside holds on to a value in memory. Must be fast and must not call back.
     small_below
         ``small_below(limit)`` tells below how many bytes a value is small.
+    policy
+        Makes the eviction policy from the table of values; None: :class:`~gpuspill.core.policy.NextUsePolicy`.
 
     Attributes
     ----------
@@ -50,11 +54,15 @@ class Candidates:
     """
 
     def __init__(
-        self, ledger: Ledger, held: Callable[[int], bool], small_below: Callable[[int | None], int] = lambda _: 0
+        self,
+        ledger: Ledger,
+        held: Callable[[int], bool],
+        small_below: Callable[[int | None], int] = lambda _: 0,
+        policy: Callable[[Mapping[int, Entry]], EvictionPolicy] | None = None,
     ) -> None:
         self._small_below = small_below
         self._small = 0
-        self.queue = EvictionQueue(ledger.entries)
+        self.queue = EvictionQueue(ledger.entries, policy)
         self.uses = NextUse()
         self.relieved = 0
         self._keys = ledger.keys
@@ -99,11 +107,11 @@ class Candidates:
             return
         # What goes with a value that keeps others alive is more than what it is charged itself.
         small = entry.nbytes < self._small and not entry.parts
-        order = self._next_use(entry) if self.uses.users else None
+        order = self.next_use(entry) if self.uses.users else None
         if order is not None:
             entry.had_use = True
-        spent = entry.had_use and len(entry.keys) <= FEW_KEYS
-        self.queue.add(pid, order, spent=spent, clean=spent and entry.has(Tier.DISK), first=first, small=small)
+        dead = entry.had_use and len(entry.keys) <= FEW_KEYS
+        self.queue.add(pid, order, dead=dead, clean=entry.has(Tier.DISK), first=first, small=small)
 
     def limited(self, limit: int | None) -> None:
         """The limit of memory is another one. O(n) if with it what counts as small has changed."""
@@ -145,7 +153,8 @@ class Candidates:
             if entry.pid in self.queue:
                 self.classify(entry)
 
-    def _next_use(self, entry: Entry) -> Order | None:
+    def next_use(self, entry: Entry) -> Order | None:
+        """When a value is needed next, as far as that is known."""
         keys = entry.keys
         if len(keys) == 1:
             return self.uses.next(entry.key)
@@ -218,17 +227,17 @@ class Candidates:
 
     def validate(self) -> None:
         """Raise AssertionError unless every candidate is in one place, the right one. O(n)."""
-        clean = {pid for pid, e in self._entries.items() if e.resident and e.has(Tier.DISK)}
-        self.queue.validate(clean)
-        for pid, entry in self._entries.items():
+        entries = self._entries
+        self.queue.validate(
+            clean=lambda pid: entries[pid].has(Tier.DISK), order=lambda pid: self.next_use(entries[pid])
+        )
+        for pid, entry in entries.items():
             listed = [pid in self.queue, pid in self._held, pid in self._blocked]
             assert sum(listed) == int(entry.evictable), (entry, listed)
             assert pid not in self.queue or not entry.refused, entry
             assert not entry.refused or not entry.has(Tier.DISK), entry
             if pid in self.queue:
                 assert entry.small == (entry.nbytes < self._small and not entry.parts), entry
-            if pid in self.queue and entry.keys and not entry.small:
-                assert self.queue.next_use(pid) == self._next_use(entry), entry
         for listing in (self._held, self._blocked):
-            assert listing.keys() <= self._entries.keys()
-        assert set(self.queue) <= self._entries.keys()
+            assert listing.keys() <= entries.keys()
+        assert set(self.queue) <= entries.keys()

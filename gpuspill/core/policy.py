@@ -1,449 +1,266 @@
-"""Who is evicted next.
+"""Eviction policies: in which order values leave memory.
 
-Order of victims:
+:class:`EvictionPolicy` is the port. :class:`NextUsePolicy` is what is used if nothing else is configured. Its order of
+victims:
 
-1. values whose last known use is over: those that the tier below has a copy of before the others, and among
-   equals the one used up first. The few that were used up last and have no copy are spared;
+1. dead values, whose last known use is over: those that the tier below has a copy of before the others, and among
+   equals the one that died first. The few that died last and have no copy are spared;
 2. values without a known use, least recently used first;
 3. those that were spared;
-4. values with a known next use, furthest first (Bélády's rule, as far as the future is known);
-5. small ones, whatever is known of them, least recently used first.
+4. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
 
-The future is what the worker's own tasks tell: every task that waits for or is ready to run names
-its inputs and has a priority. Rule 1 before rule 2 is what keeps a cyclic scan, the worst case of
-plain recency, from thrashing: a block that was just consumed goes before the blocks that wait their
-turn. Copies first within rule 1: nothing tells those values apart, and dropping what has a copy costs
-nothing, while the others have to be written; in a scan they then stay where they are, and are never
-written at all. Some are spared because word to delete what has just been used up is often on its way:
-writing it would be for nothing.
+The worker's own tasks tell the future: each task that waits for its inputs or is ready to run names them and has a
+priority. Rule 1 before rule 2 keeps a cyclic scan, the worst case of plain recency, from thrashing: a block that was
+just consumed goes before the blocks that wait their turn. Copies go first within rule 1: nothing else tells those
+values apart, dropping a copied value costs nothing, and the others have to be written. In a scan the others then stay
+where they are, and are never written. Some dead values are spared because they are often deleted a moment later.
 
-A spilled small value takes a block of the disk and a few hundred bytes of memory, and a write as long as that
-of one a hundred times its size. Where the limit is so low that small values may be all there is, none counts as small.
-
-A victim that was written and stays after all, because room came otherwise, keeps its turn if its record is kept and
-nobody used it meanwhile: it goes first, without another write.
+Small values are no business of a policy: they go after all others (:mod:`gpuspill.core.eviction_queue`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, TypeAlias
 
-__all__ = ["SMALL_NBYTES", "EvictionQueue", "NextUse", "Order", "small_below"]
+from gpuspill.core.recency import HasTurns, Recent
 
-#: A record takes no less on disk.
-SMALL_NBYTES = 4096
-#: Small values matter where so many of them would fill the memory.
-_MANY = 10_000
+__all__ = ["EvictionPolicy", "HasSize", "MakePolicy", "NextUsePolicy", "Order"]
 
-
-def small_below(limit: int | None) -> int:
-    """Below how many bytes a value is small, where values may take `limit` bytes in memory."""
-    return SMALL_NBYTES if limit is not None and limit >= _MANY * SMALL_NBYTES else 0
+#: Position in time of a use; smaller is sooner. Compared element by element, as task priorities are.
+Order: TypeAlias = tuple[float, ...]
 
 
-# : Position in time of a use; smaller is sooner. Compared element by element, as task priorities
-# are.
-Order = tuple[float, ...]
+class HasSize(Protocol):
+    """A value, as far as a policy may look at it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+
+
+class EvictionPolicy(ABC):
+    """The order in which the values leave that may leave now.
+
+    A policy holds the numbers of values (`vid`). A number is never used again.
+
+    Attributes
+    ----------
+    grace
+        How many dead values without a copy below should stay for a while, because they may be deleted at once. Set by
+        the worker from its number of threads. A policy may ignore it.
+
+    Notes
+    -----
+    All methods are called under the lock of the store. They must be fast, O(log n) or better amortised, must not block
+    and must not raise. They need no lock of their own.
+
+    :class:`gpuspill.testing.policy_tests.PolicyTests` checks a policy.
+    """
+
+    grace: int = 0
+
+    @abstractmethod
+    def insert(
+        self, vid: int, order: Order | None = None, *, dead: bool = False, clean: bool = False, first: bool = False
+    ) -> None:
+        """Add a value, which is not in.
+
+        Parameters
+        ----------
+        vid
+            Its number.
+        order
+            When it is used next, if that is known.
+        dead
+            Uses of it were known, and none is left.
+        clean
+            The tier below has a copy, so that evicting it costs nothing.
+        first
+            It was a victim before and has not been used since. It should go before those of which the same is known.
+        """
+
+    @abstractmethod
+    def discard(self, vid: int) -> bool:
+        """Take a value out; return whether it was in."""
+
+    @abstractmethod
+    def touch(self, vid: int) -> None:
+        """A value that is in was used just now."""
+
+    @abstractmethod
+    def first(self) -> int | None:
+        """Return the value that goes next, without taking it out; None if there is none."""
+
+    @abstractmethod
+    def __contains__(self, vid: object) -> bool:
+        """Whether a value is in."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many are in. O(1)."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over those that are in, in any order."""
+
+    def dirty(self, vid: int) -> None:  # noqa: B027 - optional
+        """The tier below has no copy any more of a value that is in. Nothing, by default."""
+
+    def forget(self, vid: int) -> None:
+        """Take a value out for good, with all that refers to it, if it is in."""
+        self.discard(vid)
+
+    def validate(
+        self, clean: Callable[[int], bool] | None = None, order: Callable[[int], Order | None] | None = None
+    ) -> None:
+        """Raise AssertionError if the policy contradicts itself, or what it should know. For tests.
+
+        Parameters
+        ----------
+        clean
+            Whether the tier below has a copy of a value; None if that is not known.
+        order
+            When a value is used next; None if that is not known of any.
+        """
+        listed = list(self)
+        assert len(set(listed)) == len(listed) == len(self), (listed, len(self))
+        assert all(vid in self for vid in listed), listed
+        assert (self.first() is None) == (not listed), (self.first(), listed)
+
+
+#: Makes the policy of one tier of memory. It gets the table of all values by number, to be read only.
+MakePolicy: TypeAlias = Callable[[Mapping[int, HasSize]], EvictionPolicy]
 
 
 class _Furthest:
     """Heap item that sorts the furthest order first. Plain negation would mis-sort tuples of unequal length."""
 
-    __slots__ = ("order", "pid")
+    __slots__ = ("order", "vid")
 
-    def __init__(self, order: Order, pid: int) -> None:
+    def __init__(self, order: Order, vid: int) -> None:
         self.order = order
-        self.pid = pid
+        self.vid = vid
 
     def __lt__(self, other: _Furthest) -> bool:
         return self.order > other.order
 
 
-class HasTurns(Protocol):
-    """A value, as far as it concerns the queue, to which `turns` and `small` belong."""
-
-    turns: int
-    small: bool
-    nbytes: int
-
-
-class Recent:
-    """Proxies, those first that were put there longest ago.
+class NextUsePolicy(EvictionPolicy):
+    """The order at the head of this module.
 
     Parameters
     ----------
     entries
-        Has one for each proxy that is in, and may lose it when the proxy is taken out.
+        See :class:`~gpuspill.core.recency.Recent`.
 
     Notes
     -----
-    All values of which nothing is known wait here, so that a place takes eight bytes, and not the hundred of an ordered
-    dictionary. A proxy that is put in once more, or taken out, leaves its places behind, and only the last one of them
-    counts. How many it has is noted in its entry, as a negative number while it is not in. Amortised O(1).
+    `insert`, `discard`, `touch` are O(1) without a known use and O(log n) with one; `first` is O(log n) amortised: heap
+    items of values that left or changed are skipped when they surface, and the heap is rebuilt when most of it is such
+    items.
     """
 
     def __init__(self, entries: Mapping[int, HasTurns]) -> None:
-        self._entries = entries
-        self._places: deque[int] = deque()
-        self._first: OrderedDict[int, None] = OrderedDict()
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count + len(self._first)
-
-    def __contains__(self, pid: int) -> bool:
-        entry = self._entries.get(pid)
-        return entry is not None and (entry.turns > 0 or pid in self._first)
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the proxies in their order. O(n) to begin with."""
-        yield from self._first
-        entries = self._entries
-        live = (pid for pid in reversed(self._places) if (entry := entries.get(pid)) is not None and entry.turns > 0)
-        yield from reversed(dict.fromkeys(live))
-
-    def add(self, pid: int, *, first: bool = False) -> None:
-        """Put `pid` last, or `first`, whether it is in or not."""
-        entry = self._entries[pid]
-        if first:
-            self.discard(pid)
-            self._first[pid] = None
-            self._first.move_to_end(pid, last=False)
-            return
-        turns = entry.turns
-        if turns <= 0:
-            self._first.pop(pid, None)
-            self._count += 1
-        entry.turns = abs(turns) + 1
-        self._places.append(pid)
-        if len(self._places) > 64 and len(self._places) > 2 * self._count:
-            self._tidy()
-
-    def discard(self, pid: int) -> bool:
-        """Take `pid` out; return whether it was in."""
-        entry = self._entries.get(pid)
-        if entry is None:
-            return False
-        if entry.turns > 0:
-            self._count -= 1
-            if entry.turns == 1 and self._places[0] == pid:
-                self._places.popleft()
-                entry.turns = 0
-            else:
-                entry.turns = -entry.turns
-            return True
-        return self._first.pop(pid, self) is None
-
-    def peek(self) -> int | None:
-        """Return the first one."""
-        if self._first:
-            return next(iter(self._first))
-        places = self._places
-        while places:
-            pid = places[0]
-            entry = self._entries.get(pid)
-            if entry is not None:
-                if entry.turns == 1:
-                    return pid
-                entry.turns += 1 if entry.turns < 0 else -1
-            places.popleft()
-        return None
-
-    def forget(self, pid: int) -> None:
-        """Take `pid` out without leaving anything behind. O(n) if it would."""
-        self.discard(pid)
-        if self._entries[pid].turns:
-            self._tidy()
-
-    def _tidy(self) -> None:
-        kept: deque[int] = deque()
-        for pid in reversed(self._places):
-            entry = self._entries.get(pid)
-            if entry is not None:
-                if entry.turns > 0:
-                    kept.appendleft(pid)
-                entry.turns = 0
-        for pid in kept:
-            self._entries[pid].turns = 1
-        self._places = kept
-
-    def validate(self) -> None:
-        """Raise AssertionError if what is noted in the entries is wrong. O(n)."""
-        places: dict[int, int] = {}
-        for pid in self._places:
-            places[pid] = places.get(pid, 0) + 1
-        known = {pid: self._entries[pid] for pid in places if pid in self._entries}
-        assert {pid: abs(entry.turns) for pid, entry in known.items()} == {pid: places[pid] for pid in known}
-        assert self._count == sum(entry.turns > 0 for entry in known.values())
-        assert not any(self._entries[pid].turns > 0 for pid in self._first)
-
-
-class EvictionQueue:
-    """The proxies that may be evicted, in the order in which they would be.
-
-    Parameters
-    ----------
-    entries
-        See :class:`Recent`.
-
-    Attributes
-    ----------
-    patience
-        How many are spared of those that were used up last and of which the tier below has no copy.
-    small_nbytes
-        Bytes of the small ones.
-
-    Notes
-    -----
-    `add`, `discard`, `touch` are O(1) without a known use and O(log n) with one; `pop` is O(log n)
-    amortised: heap items of proxies that left or changed are skipped when they surface, and the
-    heap is rebuilt when most of it is such items. Not thread-safe.
-    """
-
-    def __init__(self, entries: Mapping[int, HasTurns]) -> None:
-        self._spent_clean: OrderedDict[int, None] = OrderedDict()
-        self._spent: OrderedDict[int, None] = OrderedDict()
-        self._entries = entries
+        self._dead_clean: OrderedDict[int, None] = OrderedDict()
+        self._dead: OrderedDict[int, None] = OrderedDict()
         self._recent = Recent(entries)
-        self._small = Recent(entries)
-        self.small_nbytes = 0
         self._planned: dict[int, Order] = {}
         self._heap: list[_Furthest] = []
-        self._chosen: set[int] = set()
-        self.patience = 0
 
     def __len__(self) -> int:
-        return self.large + len(self._small)
+        return len(self._dead_clean) + len(self._dead) + len(self._recent) + len(self._planned)
 
-    @property
-    def large(self) -> int:
-        """Number of those that are not small."""
-        return len(self._spent_clean) + len(self._spent) + len(self._recent) + len(self._planned)
-
-    def __contains__(self, pid: int) -> bool:
-        return pid in self._line(pid) or pid in self._planned or pid in self._spent or pid in self._spent_clean
-
-    def _line(self, pid: int) -> Recent:
-        """Return where a proxy is by recency, if it is."""
-        entry = self._entries.get(pid)
-        return self._small if entry is not None and entry.small else self._recent
+    def __contains__(self, vid: object) -> bool:
+        return vid in self._recent or vid in self._planned or vid in self._dead or vid in self._dead_clean
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the proxies, those of which the same is known in their order."""
-        yield from self._spent_clean
-        yield from self._spent
+        """Iterate over the values; those of which the same is known come in their order."""
+        yield from self._dead_clean
+        yield from self._dead
         yield from self._recent
         yield from self._planned
-        yield from self._small
 
-    def add(
-        self,
-        pid: int,
-        order: Order | None = None,
-        *,
-        spent: bool = False,
-        clean: bool = False,
-        first: bool = False,
-        small: bool = False,
+    def insert(
+        self, vid: int, order: Order | None = None, *, dead: bool = False, clean: bool = False, first: bool = False
     ) -> None:
-        """Add a proxy, or move it to where it belongs now.
-
-        Parameters
-        ----------
-        pid
-            The proxy.
-        order
-            Its next known use, if any.
-        spent
-            It has no next use but had one: it goes before those of which nothing is known.
-        clean
-            The tier below has a copy. Say so with :meth:`dirty` when that is given up.
-        first
-            It goes before those to which the same applies, not after them. Makes no difference with a known use.
-        small
-            It goes last, whatever else is known of it. Its size must not change while it is in.
-        """
-        self.discard(pid)
-        entry = self._entries[pid]
-        if entry.small != small:
-            self._line(pid).forget(pid)
-            entry.small = small
-        if small:
-            self._small.add(pid, first=first)
-            self.small_nbytes += entry.nbytes
-            return
+        """Add a value; see :meth:`EvictionPolicy.insert`. `first` makes no difference with a known use."""
         if order is not None:
-            self._planned[pid] = order
-            heapq.heappush(self._heap, _Furthest(order, pid))
+            self._planned[vid] = order
+            heapq.heappush(self._heap, _Furthest(order, vid))
             if len(self._heap) > 64 and len(self._heap) > 2 * len(self._planned):
-                self._heap = [_Furthest(o, p) for p, o in self._planned.items()]
+                self._heap = [_Furthest(o, v) for v, o in self._planned.items()]
                 heapq.heapify(self._heap)
             return
-        if not spent:
-            self._recent.add(pid, first=first)
+        if not dead:
+            self._recent.add(vid, first=first)
             return
-        listed = self._spent_clean if clean else self._spent
-        listed[pid] = None
+        listed = self._dead_clean if clean else self._dead
+        listed[vid] = None
         if first:
-            listed.move_to_end(pid, last=False)
+            listed.move_to_end(vid, last=False)
 
-    def choose(self, pid: int) -> None:
-        """Take out a victim, and note from now on whether it is used."""
-        self.discard(pid)
-        self._chosen.add(pid)
+    def discard(self, vid: int) -> bool:
+        """Take a value out; return whether it was in."""
+        if self._recent.discard(vid):
+            return True
+        for listed in (self._planned, self._dead_clean, self._dead):
+            if vid in listed:
+                del listed[vid]
+                return True
+        return False
 
-    def take_out(self, pid: int) -> bool:
-        """Take a proxy out for a moment; return whether it was in. What was noted of a victim stays."""
-        if pid not in self:
-            return False
-        self.discard(pid)
-        return True
+    def forget(self, vid: int) -> None:
+        """Take a value out, with the places that it has left behind in the line of the recent ones."""
+        self.discard(vid)
+        self._recent.forget(vid)
 
-    def untouched(self, pid: int) -> bool:
-        """Whether `pid` was chosen and has been neither used nor added nor discarded since. Ends the noting."""
-        untouched = pid in self._chosen
-        self._chosen.discard(pid)
-        return untouched
+    def dirty(self, vid: int) -> None:
+        """Note that the tier below has no copy of a value any more."""
+        if vid in self._dead_clean:
+            del self._dead_clean[vid]
+            self._dead[vid] = None
 
-    def discard(self, pid: int) -> None:
-        """Take a proxy out, if it is in."""
-        entry = self._entries.get(pid)
-        if entry is not None and entry.small:
-            if self._small.discard(pid):
-                self.small_nbytes -= entry.nbytes
-            else:
-                self._chosen.discard(pid)
+    def touch(self, vid: int) -> None:
+        """Note a use. A known next use stays what it is."""
+        if vid in self._planned:
             return
-        if self._recent.discard(pid):
-            return
-        if pid in self._spent_clean:
-            del self._spent_clean[pid]
-        elif pid in self._spent:
-            del self._spent[pid]
-        else:
-            self._planned.pop(pid, None)
-            self._chosen.discard(pid)
+        # A dead value that is used has an unknown future again.
+        self._dead_clean.pop(vid, None)
+        self._dead.pop(vid, None)
+        self._recent.add(vid)
 
-    def dirty(self, pid: int) -> None:
-        """Note that the tier below has no copy of `pid` any more, if it is in."""
-        if pid in self._spent_clean:
-            del self._spent_clean[pid]
-            self._spent[pid] = None
-
-    def touch(self, pid: int) -> None:
-        """Note a use of `pid`. A known next use stays what it is."""
-        line = self._line(pid)
-        if pid in line:
-            line.add(pid)
-        elif pid in self._spent_clean or pid in self._spent:
-            # Somebody wanted it although no known task did: its future is unknown again.
-            self.discard(pid)
-            self._recent.add(pid)
-        else:
-            self._chosen.discard(pid)
-
-    def peek(self, *, small: bool = True) -> int | None:
-        """Return the next victim without taking it out; one that is `small` only if asked for."""
-        spent = self._spent if len(self._spent) > self.patience else ()
-        for listed in (self._spent_clean, spent):
+    def first(self) -> int | None:
+        """Return the value that goes next."""
+        dead = self._dead if len(self._dead) > self.grace else ()
+        for listed in (self._dead_clean, dead):
             if listed:
                 return next(iter(listed))
         recent = self._recent.peek()
         if recent is not None:
             return recent
-        if self._spent:
-            return next(iter(self._spent))
+        if self._dead:
+            return next(iter(self._dead))
         while self._heap:
             item = self._heap[0]
-            if self._planned.get(item.pid) == item.order:
-                return item.pid
+            if self._planned.get(item.vid) == item.order:
+                return item.vid
             heapq.heappop(self._heap)
-        return self._small.peek() if small else None
+        return None
 
-    def next_use(self, pid: int) -> Order | None:
-        """Return the next known use of a proxy in the queue."""
-        return self._planned.get(pid)
-
-    def validate(self, clean: Collection[int] | None = None) -> None:
-        """Raise AssertionError if the indices contradict each other, or what is known of copies below."""
+    def validate(
+        self, clean: Callable[[int], bool] | None = None, order: Callable[[int], Order | None] | None = None
+    ) -> None:
+        """Raise AssertionError if the indices contradict each other, or what is known of copies and uses."""
+        super().validate(clean, order)
         self._recent.validate()
-        self._small.validate()
-        listed = (self._spent_clean, self._spent, list(self._recent), list(self._small), self._planned)
-        assert len(set().union(*listed)) == len(self)
-        assert all(self._entries[pid].small for pid in self._small)
-        assert not any(self._entries[pid].small for pid in listed[2])
-        assert self.small_nbytes == sum(self._entries[pid].nbytes for pid in self._small), self.small_nbytes
-        assert not any(pid in self for pid in self._chosen)
-        in_heap = {(item.pid, item.order) for item in self._heap}
+        in_heap = {(item.vid, item.order) for item in self._heap}
         assert set(self._planned.items()) <= in_heap
         if clean is not None:
-            assert all(pid in clean for pid in self._spent_clean)
-            assert not any(pid in clean for pid in self._spent)
-
-
-class NextUse:
-    """For every key, the users (tasks) that are going to read it and when.
-
-    Attributes
-    ----------
-    users
-        When each user reads a key, by key; only keys that somebody is going to read. To be read only.
-
-    Notes
-    -----
-    A key is known here before its value is, and after. O(log n) amortised in the number of users of
-    a key: a user that is done is dropped from the set at once, from the heap when it surfaces or
-    when most of the heap is such items. Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self.users: dict[Hashable, dict[Hashable, Order]] = {}
-        self._heaps: dict[Hashable, list[tuple[Order, int, Hashable]]] = {}
-        self._counter = 0  # breaks ties: users may not be comparable with each other
-
-    def __len__(self) -> int:
-        return len(self.users)
-
-    def expect(self, key: Hashable, user: Hashable, order: Order) -> None:
-        """`user` is going to read `key` at `order`. Replaces what was said before of the two."""
-        users = self.users.setdefault(key, {})
-        if users.get(user) == order:
-            return
-        users[user] = order
-        heap = self._heaps.setdefault(key, [])
-        if len(heap) > 64 and len(heap) > 2 * len(users):
-            # Most are of users that are done, behind one that takes its time.
-            heap[:] = [(other, self._count(), name) for name, other in users.items()]
-            heapq.heapify(heap)
-        else:
-            heapq.heappush(heap, (order, self._count(), user))
-
-    def _count(self) -> int:
-        self._counter += 1
-        return self._counter
-
-    def drop(self, key: Hashable, user: Hashable) -> bool:
-        """`user` has read `key`, or never will. Returns whether that was expected."""
-        users = self.users.get(key)
-        if users is None or user not in users:
-            return False
-        del users[user]
-        if not users:
-            del self.users[key]
-            del self._heaps[key]
-        return True
-
-    def next(self, key: Hashable) -> Order | None:
-        """When `key` is read next, or ``None`` if nothing is known."""
-        users = self.users.get(key)
-        if not users:
-            return None
-        heap = self._heaps[key]
-        while True:
-            order, _, user = heap[0]
-            if users.get(user) == order:
-                return order
-            heapq.heappop(heap)
+            assert all(map(clean, self._dead_clean))
+            assert not any(map(clean, self._dead))
+        if order is not None:
+            assert all(self._planned.get(vid) == order(vid) for vid in self)

@@ -24,7 +24,7 @@ with :meth:`SpillState.take_effects` before it lets go of its lock, and performs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from gpuspill.core.accounting import Charges
@@ -34,7 +34,7 @@ from gpuspill.core.candidates import Candidates
 from gpuspill.core.effects import Counters, Effects
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.lifetimes import Lifetimes
-from gpuspill.core.policy import Order
+from gpuspill.core.policy import EvictionPolicy, Order
 from gpuspill.core.readahead import ReadAhead
 from gpuspill.core.records import Records
 from gpuspill.core.residency import Tier
@@ -65,7 +65,9 @@ class SpillState:
         Keep the record of a restored value, so that evicting it again is not a write.
     small_below
         ``small_below(limit)`` tells below how many bytes a value is small, and so a victim only if no other can go; see
-        :func:`gpuspill.core.policy.small_below`.
+        :func:`gpuspill.core.eviction_queue.small_below`.
+    policy
+        Makes the eviction policy from the table of values; None: :class:`~gpuspill.core.policy.NextUsePolicy`.
     block_nbytes
         Bytes of which each record takes a whole number on disk.
     make_entry, entries
@@ -94,6 +96,7 @@ class SpillState:
         held: Callable[[int], bool] = _never,
         keep_clean: bool = True,
         small_below: Callable[[int | None], int] = lambda _: 0,
+        policy: Callable[[Mapping[int, Entry]], EvictionPolicy] | None = None,
         block_nbytes: int = 1,
         make_entry: Callable[[int, int], Entry] = Entry,
         entries: MutableMapping[int, Any] | None = None,
@@ -104,7 +107,7 @@ class SpillState:
         ledger = self.ledger = Ledger(make_entry, entries)
         read_ahead = self.read_ahead = ReadAhead()
         charges = self.charges = Charges(memory)
-        candidates = self.candidates = Candidates(ledger, held, small_below)
+        candidates = self.candidates = Candidates(ledger, held, small_below, policy)
         records = self._records = Records(disk_limit, keep_clean, ledger, candidates, effects, counters, block_nbytes)
         lifetimes = self._lifetimes = Lifetimes(ledger, charges, candidates, records, read_ahead, effects, counters)
         room = self._room = Room(charges, candidates, lifetimes, effects, counters)
@@ -420,9 +423,9 @@ class SpillState:
         self._records.reclaim()
         self.retry()
 
-    def set_patience(self, count: int) -> None:
+    def set_grace(self, count: int) -> None:
         """Set how many values are spared of those that were used up last; see :mod:`gpuspill.core.policy`."""
-        self.queue.patience = count
+        self.queue.policy.grace = count
 
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of process memory that nobody accounts for (may be negative)."""

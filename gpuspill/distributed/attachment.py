@@ -149,11 +149,11 @@ class Attachment:
             disk_limit_from=f"{'distributed.worker.memory' if settings.max_spill == 'auto' else 'gpuspill'}.max-spill",
         )
         # What the tasks that have just ended read: the scheduler's word to give it up is on its way.
-        self.store.manager.limits.set_patience(_INPUTS * 2 * self._threads)
+        self.store.manager.limits.set_grace(_INPUTS * 2 * self._threads)
         tier = self.store.tier
         if tier is not None:
             tier.manager.limits.set_limit(device_limit(settings, tier.device), None)
-            tier.patience = 2 * self._threads
+            tier.grace = 2 * self._threads
 
     # -- questions of the hooks ------------------------------------------------------------------
 

@@ -62,13 +62,13 @@ class Evictor:
                 state.set_limits(limit, disk_limit)
 
     @deferred()
-    def set_patience(self, count: int) -> None:
+    def set_grace(self, count: int) -> None:
         """Set how many values are spared of those that were used up last and were not written yet.
 
         They stay while there are others that no task is known to need.
         """
         with self._metadata as state:
-            state.set_patience(count)
+            state.set_grace(count)
 
     @deferred()
     def set_offset(self, nbytes: int) -> None:

@@ -68,7 +68,7 @@ class Prefetcher:
             victim = state.queue.peek(small=False)
             if victim is None:
                 return False
-            mine, other = state.uses.next(key), state.queue.next_use(victim)
+            mine, other = state.uses.next(key), state.candidates.next_use(state.ledger.entries[victim])
             return mine is not None and (other is None or other > mine)
 
     @skipped(0)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from gpuspill import forks
 from gpuspill.core.budget import Reservation
 from gpuspill.core.ledger import Entry
-from gpuspill.core.policy import small_below
+from gpuspill.core.eviction_queue import small_below
 from gpuspill.core.residency import Tier
 from gpuspill.core.state import SpillState
 from gpuspill.errors import ManagerClosed

@@ -80,7 +80,7 @@ class DeviceTier:
         Brings units before they are needed.
     pinned
         Pinned memory for what has left the device.
-    patience
+    grace
         How many of the values that were used up last leave only when there is nothing else to evict: they are likely to
         be given up in a moment, and would be copied for nothing.
 
@@ -140,7 +140,7 @@ class DeviceTier:
             name=f"{name}-device",
         )
         self._end_release = device.release_by(self.manager.engine.reap)
-        self.patience = 0
+        self.grace = 0
         self._ended: OrderedDict[Hashable, tuple[Unit, ...]] = OrderedDict()
         self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
         self.ahead = Lookahead(self.manager, self._guard.verify)
@@ -297,7 +297,7 @@ class DeviceTier:
         elif any(user in unit.users for unit in value.units):
             # It stays what is needed soonest, and so leaves last, until enough others were used up.
             self._ended[user] = value.units
-            if len(self._ended) > self.patience:
+            if len(self._ended) > self.grace:
                 self._drop_uses(*self._ended.popitem(last=False))
 
     def _drop_uses(self, user: Hashable, units: Iterable[Unit]) -> None:

@@ -366,9 +366,9 @@ async def test_what_is_needed_next_is_known_to_the_device(c, s, a, device):
     await event.set()
     await wait([blocker, *ys])
     # But for the last ones, which may be given up in a moment.
-    patience = a.data.tier.patience
-    await async_poll_for(lambda: len(uses) == patience, timeout=10)
-    assert [bool(unit.users) for unit in units] == [False] * (20 - patience) + [True] * patience
+    grace = a.data.tier.grace
+    await async_poll_for(lambda: len(uses) == grace, timeout=10)
+    assert [bool(unit.users) for unit in units] == [False] * (20 - grace) + [True] * grace
     # Known before the value is there, too.
     zs = c.map(total, c.map(make, range(5), pure=False))
     await wait(zs)

@@ -208,7 +208,7 @@ def test_what_is_given_up_meanwhile_is_not_brought(make):
 
 def test_what_was_used_up_last_leaves_last(make):
     rig = make()
-    rig.tier.patience = 1
+    rig.tier.grace = 1
     rig.put("abc")
     rig.expect(a=1, b=2, c=3)
     rig.expect(a=None)
@@ -224,7 +224,7 @@ def test_what_was_used_up_last_leaves_last(make):
 
 def test_what_is_needed_again_is_not_used_up(make):
     rig = make()
-    rig.tier.patience = 1
+    rig.tier.grace = 1
     rig.put("ab")
     rig.expect(a=1, b=2)
     rig.expect(a=None)
@@ -233,7 +233,7 @@ def test_what_is_needed_again_is_not_used_up(make):
     assert (rig.next_use("a"), rig.next_use("b")) == ((3,), (2,))
 
 
-def test_without_patience_what_was_used_up_leaves_first(make):
+def test_without_grace_what_was_used_up_leaves_first(make):
     rig = make()
     rig.put("abc")
     rig.expect(a=1, b=2)
