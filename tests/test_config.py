@@ -134,6 +134,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "pinned_memory": (0.25, PINNED),
     "gds": (None, GDS),
     "store": (None, STORE),
+    "eviction_policy": (None, STORE),
 }
 
 

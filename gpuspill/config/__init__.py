@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from gpuspill.config.settings import CODECS, Settings, is_on, simulated_options
+from gpuspill.config.settings import CODECS, Settings, codec_names, is_on, simulated_options
 
-__all__ = ["CODECS", "Settings", "is_on", "simulated_options"]
+__all__ = ["CODECS", "Settings", "codec_names", "is_on", "simulated_options"]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -24,7 +26,7 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from gpuspill.errors import ConfigError
 
-__all__ = ["CODECS", "Settings", "is_on", "simulated_options"]
+__all__ = ["CODECS", "Settings", "codec_names", "is_on", "simulated_options"]
 
 #: The codecs there may be, by distributed's names, and the package that each needs beside Python.
 CODECS: Mapping[str, str | None] = {"lz4": "lz4", "snappy": "python-snappy", "zlib": None, "zstd": "zstandard"}
@@ -89,10 +91,16 @@ class Settings:
     storage_delay
         Seconds to add to every file operation: shows how a job behaves on a slow disk.
     store
-        Where records go instead of files below the spill directory. A function, or where to import it from
-        (``"package.module:function"``). It is called in the worker's process with the path of the spill directory, and
-        returns a :class:`~gpuspill.storage.base.Store` or any ``MutableMapping[str, bytes]``, such as a ``zict.File``
-        or an ``fsspec.get_mapper("s3://...")``. None: files.
+        Where records go instead of files below the spill directory. A function, where to import it from
+        (``"package.module:function"``), or its name among the entry points in ``gpuspill.stores``. It is called in the
+        worker's process with the path of the spill directory, and returns a :class:`~gpuspill.storage.base.Store` or
+        any ``MutableMapping[str, bytes]``, such as a ``zict.File`` or an ``fsspec.get_mapper("s3://...")``. None:
+        files.
+    eviction_policy
+        In which order values leave memory. A subclass of :class:`~gpuspill.core.policy.EvictionPolicy` or a function
+        that returns one, where to import it from, or its name among the entry points in ``gpuspill.policies``. It is
+        called once for each tier of memory, with the table of values. None: by last use and next known use
+        (:class:`~gpuspill.core.policy.NextUsePolicy`).
     """
 
     host_limit: int | Literal["auto"] | None = "auto"
@@ -114,6 +122,7 @@ class Settings:
     spill_timeout: float = 60.0
     storage_delay: float = 0.0
     store: Callable[[str], Any] | None = None
+    eviction_policy: Callable[[Mapping[int, Any]], Any] | None = None
 
     @classmethod
     def load(cls, **options: object) -> Settings:
@@ -272,12 +281,20 @@ def _switch(name: str, value: Any) -> bool:
     return on
 
 
+def codec_names() -> set[str]:
+    """Return the names that a codec may have: those of :data:`CODECS`, and what is registered with distributed."""
+    # It may not be imported: then nothing can be registered.
+    registry = getattr(sys.modules.get("distributed.protocol.compression"), "compressions", {})
+    return CODECS.keys() | {name for name in registry if isinstance(name, str) and name != "auto"}
+
+
 def _codec(name: str, value: Any) -> str | None:
     if _off(value):
         return None
     word = _word(value)
-    if word != "auto" and word not in CODECS:
-        raise _fail(name, value, f"'auto', one of {', '.join(map(repr, CODECS))}, or None for no compression")
+    if word != "auto" and word not in codec_names():
+        names = ", ".join(map(repr, sorted(codec_names())))
+        raise _fail(name, value, f"'auto', one of {names}, or None for no compression")
     return word
 
 
@@ -304,22 +321,34 @@ def _seconds(name: str, value: Any) -> float:
     return seconds
 
 
-def _factory(name: str, value: Any) -> Callable[[str], Any] | None:
-    if _off(value):
-        return None
-    expected = "a function, or where to import it from such as 'package.module:function'"
-    found = value
-    if isinstance(value, str):
-        module, _, attribute = value.strip().partition(":")
-        if not module or not attribute:
+def _factory(group: str) -> Any:
+    """Return a parser of functions, of which those that are entry points of `group` have a name."""
+
+    def parse(name: str, value: Any) -> Callable[..., Any] | None:
+        if _off(value):
+            return None
+        expected = "a function, or where to import it from such as 'package.module:function'"
+        found = value
+        if isinstance(value, str):
+            word = value.strip()
+            registered = {point.name: point for point in importlib.metadata.entry_points(group=group)}
+            module, _, attribute = word.partition(":")
+            if word not in registered and not (module and attribute):
+                names = ", ".join(map(repr, sorted(registered))) or "none"
+                raise _fail(name, value, f"{expected}, or the name of an entry point in {group!r} (installed: {names})")
+            try:
+                if word in registered:
+                    found = registered[word].load()
+                else:
+                    found = getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                option = name.replace("_", "-")
+                raise ConfigError(f"gpuspill.{option}: {value!r} cannot be imported: {error}") from error
+        if not callable(found):
             raise _fail(name, value, expected)
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"gpuspill.{name}: {value!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise _fail(name, value, expected)
-    return found  # type: ignore[no-any-return]
+        return found  # type: ignore[no-any-return]
+
+    return parse
 
 
 _PARSERS: Mapping[str, Any] = {
@@ -341,7 +370,8 @@ _PARSERS: Mapping[str, Any] = {
     "follow_process_memory": _switch,
     "spill_timeout": _seconds,
     "storage_delay": _seconds,
-    "store": _factory,
+    "store": _factory("gpuspill.stores"),
+    "eviction_policy": _factory("gpuspill.policies"),
 }
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 
 from gpuspill.core.eviction_queue import EvictionQueue
 from gpuspill.core.ledger import FEW_KEYS, Entry, Ledger
-from gpuspill.core.policy import EvictionPolicy, Order
+from gpuspill.core.policy import MakePolicy, Order
 from gpuspill.core.residency import Tier
 from gpuspill.core.uses import NextUse
 
@@ -58,7 +58,7 @@ class Candidates:
         ledger: Ledger,
         held: Callable[[int], bool],
         small_below: Callable[[int | None], int] = lambda _: 0,
-        policy: Callable[[Mapping[int, Entry]], EvictionPolicy] | None = None,
+        policy: MakePolicy | None = None,
     ) -> None:
         self._small_below = small_below
         self._small = 0

@@ -11,8 +11,9 @@ it was not used meanwhile: it goes first, without another write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
-from gpuspill.core.policy import EvictionPolicy, NextUsePolicy, Order
+from gpuspill.core.policy import EvictionPolicy, MakePolicy, NextUsePolicy, Order
 from gpuspill.core.recency import HasTurns, Recent
 
 __all__ = ["SMALL_NBYTES", "EvictionQueue", "small_below"]
@@ -50,10 +51,8 @@ class EvictionQueue:
     As fast as the policy. Not thread-safe.
     """
 
-    def __init__(
-        self, entries: Mapping[int, HasTurns], policy: Callable[[Mapping[int, HasTurns]], EvictionPolicy] | None = None
-    ) -> None:
-        self.policy: EvictionPolicy = (NextUsePolicy if policy is None else policy)(entries)
+    def __init__(self, entries: Mapping[int, HasTurns], policy: MakePolicy | None = None) -> None:
+        self.policy: EvictionPolicy = NextUsePolicy(entries) if policy is None else policy(MappingProxyType(entries))
         self._entries = entries
         self._small = Recent(entries)
         self.small_nbytes = 0

@@ -175,7 +175,9 @@ class NextUsePolicy(EvictionPolicy):
         return len(self._dead_clean) + len(self._dead) + len(self._recent) + len(self._planned)
 
     def __contains__(self, vid: object) -> bool:
-        return vid in self._recent or vid in self._planned or vid in self._dead or vid in self._dead_clean
+        return isinstance(vid, int) and (
+            vid in self._recent or vid in self._planned or vid in self._dead or vid in self._dead_clean
+        )
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the values; those of which the same is known come in their order."""

@@ -24,7 +24,7 @@ with :meth:`SpillState.take_effects` before it lets go of its lock, and performs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, MutableMapping
 from typing import Any
 
 from gpuspill.core.accounting import Charges
@@ -34,7 +34,7 @@ from gpuspill.core.candidates import Candidates
 from gpuspill.core.effects import Counters, Effects
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.lifetimes import Lifetimes
-from gpuspill.core.policy import EvictionPolicy, Order
+from gpuspill.core.policy import MakePolicy, Order
 from gpuspill.core.readahead import ReadAhead
 from gpuspill.core.records import Records
 from gpuspill.core.residency import Tier
@@ -96,7 +96,7 @@ class SpillState:
         held: Callable[[int], bool] = _never,
         keep_clean: bool = True,
         small_below: Callable[[int | None], int] = lambda _: 0,
-        policy: Callable[[Mapping[int, Entry]], EvictionPolicy] | None = None,
+        policy: MakePolicy | None = None,
         block_nbytes: int = 1,
         make_entry: Callable[[int, int], Entry] = Entry,
         entries: MutableMapping[int, Any] | None = None,

@@ -8,6 +8,8 @@ ledger to see that.
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import pickle
 import sys
 from types import ModuleType
@@ -31,9 +33,16 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger("gpuspill")
+
+
 def all_adapters() -> tuple[ArrayAdapter, ...]:
-    """Return one of each."""
+    """Return one of each: those of installed packages (entry points in ``gpuspill.array_adapters``), then those here.
+
+    One that cannot be had is left out with a warning: its package may be installed for something else.
+    """
     return (
+        *_installed(),
         SimulatedAdapter(),
         CupyAdapter(),
         NumbaAdapter(),
@@ -42,6 +51,27 @@ def all_adapters() -> tuple[ArrayAdapter, ...]:
         InterfaceAdapter(),
         NumpyAdapter(),
     )
+
+
+def _installed() -> list[ArrayAdapter]:
+    adapters = []
+    for point in importlib.metadata.entry_points(group="gpuspill.array_adapters"):
+        try:
+            adapter = point.load()()
+            if not isinstance(adapter, ArrayAdapter):
+                raise TypeError(f"it made a {type(adapter).__qualname__}, which is no gpuspill ArrayAdapter")
+        except Exception as error:
+            logger.warning(
+                "the array adapter %s cannot be used: %s: %s. Arrays of its library stay on the device. It is an entry "
+                "point in gpuspill.array_adapters of the package %s; update or remove that",
+                point.value,
+                type(error).__name__,
+                error,
+                "?" if point.dist is None else point.dist.name,
+            )
+        else:
+            adapters.append(adapter)
+    return adapters
 
 
 def _check(memory: Allocation, layout: Layout) -> None:

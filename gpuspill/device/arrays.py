@@ -80,7 +80,11 @@ class ArrayDescription:
 
 
 class ArrayAdapter(ABC):
-    """Knows the arrays of one library. Stateless."""
+    """Knows the arrays of one library. Stateless.
+
+    A package brings one as an entry point in ``gpuspill.array_adapters``, called without arguments. It has the say over
+    those that gpuspill comes with.
+    """
 
     name: ClassVar[str]
     """Name of the adapter, unique in a registry."""

@@ -67,6 +67,7 @@ _FIXED = (
     "spill_timeout",
     "storage_delay",
     "store",
+    "eviction_policy",
 )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import dask.config
 from distributed.protocol.compression import compressions
 
-from gpuspill.config import CODECS, Settings
+from gpuspill.config import Settings, codec_names
+from gpuspill.core.policy import EvictionPolicy, HasSize, MakePolicy
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.distributed.device_claims import claim
 from gpuspill.distributed.devices import device_limit, find_device, find_past_host
@@ -56,11 +58,13 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     ------
     ConfigError
         The compression is unknown or not installed, the device or GPUDirect Storage cannot be had, or what
-        ``gpuspill.store`` made is no store. What making it raises is passed on.
+        ``gpuspill.store`` made is no store, or ``gpuspill.eviction-policy`` no policy. What making them raises is
+        passed on.
     StorageError
         The directory cannot be written to.
     """
     device = find_device(settings)
+    policy = None if settings.eviction_policy is None else _checked(settings.eviction_policy)
     past_host = find_past_host(settings, device, settings.spill_directory or directory)
     metrics = Metrics()
     files = _records(settings, settings.spill_directory or directory, metrics)
@@ -84,6 +88,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
         observer=observe,
         shared=shared_memory,
         keep_clean=settings.clean_copies,
+        policy=policy,
         spill_threads=settings.spill_threads,
         restore_threads=settings.restore_threads,
         spill_timeout=settings.spill_timeout,
@@ -102,6 +107,7 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
             allocate=pool.allocate,
             past_host=past_host,
             pinned_limit=settings.pinned_memory,
+            policy=policy,
             spill_threads=settings.spill_threads,
             restore_threads=settings.restore_threads,
             spill_timeout=settings.spill_timeout,
@@ -135,7 +141,7 @@ def _records(settings: Settings, directory: str, metrics: Metrics) -> Store:
         )
     made = settings.store(directory)
     if isinstance(made, Store):
-        return made
+        return _readable(made, settings.store)
     if isinstance(made, MutableMapping):
         return MappingStore(made, metrics=metrics)
     raise ConfigError(
@@ -144,13 +150,40 @@ def _records(settings: Settings, directory: str, metrics: Metrics) -> Store:
     )
 
 
+def _readable(store: Store, made_by: object) -> Store:
+    """Return the store, unless it reads by an older contract, which would fail when the first value comes back."""
+    try:
+        inspect.signature(store.read).bind(None, None, lend=None)
+    except TypeError as error:
+        store.close()
+        raise ConfigError(
+            f"gpuspill.store: {made_by!r} returned a {type(store).__qualname__} whose read() cannot be called as "
+            f"read(receipt, allocate, lend=None): {error}. See gpuspill.storage.base.Store.read"
+        ) from None
+    return store
+
+
+def _checked(make: Callable[[Mapping[int, Any]], Any]) -> MakePolicy:
+    """Return the function, which says so if what it made is no policy."""
+
+    def checked(values: Mapping[int, HasSize]) -> EvictionPolicy:
+        made = make(values)
+        if not isinstance(made, EvictionPolicy):
+            raise ConfigError(
+                f"gpuspill.eviction-policy: {make!r} returned {type(made).__module__}.{type(made).__qualname__}; "
+                "expected a gpuspill.core.policy.EvictionPolicy"
+            )
+        return made
+
+    return checked
+
+
 def check_compression(settings: Settings) -> None:
     """Raise ConfigError if what distributed says of compression, where that counts, can mean nothing on any worker."""
     value, setting = _compression(settings)
-    if value not in (None, False, "auto") and value not in CODECS and value not in compressions:
-        raise ConfigError(
-            f"{setting}: expected None, 'auto', or one of {', '.join(map(repr, CODECS))}; found {value!r}"
-        )
+    if value not in (None, False, "auto") and value not in codec_names():
+        names = ", ".join(map(repr, sorted(codec_names())))
+        raise ConfigError(f"{setting}: expected None, 'auto', or one of {names}; found {value!r}")
 
 
 def _compression(settings: Settings) -> tuple[Any, str]:

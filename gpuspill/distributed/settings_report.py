@@ -65,9 +65,14 @@ def _pinned(asked: float, host_limit: int | None) -> int:
 
 def _shown(options: Settings) -> dict[str, Any]:
     """Return options as values that mean something on other machines: of a function its name."""
-    store = options.store
-    name = None if store is None else f"{store.__module__}:{getattr(store, '__qualname__', type(store).__qualname__)}"
-    return {**asdict(replace(options, store=None)), "store": name}
+    plain = asdict(replace(options, store=None, eviction_policy=None))
+    return {**plain, "store": _name(options.store), "eviction_policy": _name(options.eviction_policy)}
+
+
+def _name(function: object) -> str | None:
+    if function is None:
+        return None
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def announce_settings(worker: Any) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gpuspill.core.policy import MakePolicy
 from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import SizeModel
 from gpuspill.device.shared_memory import SharedMemory
@@ -69,6 +70,8 @@ class ProxifyManager:
         for as long as one of them is in memory.
     custody
         Knows values that stand for memory elsewhere; their sizes are taken as exact.
+    policy
+        Makes the order of eviction; None: :class:`~gpuspill.core.policy.NextUsePolicy`.
     keep_clean
         Keep the record of restored values.
     spill_threads, restore_threads
@@ -116,6 +119,7 @@ class ProxifyManager:
         observer: Observer | None = None,
         shared: Callable[[object], SharedMemory | None] | None = None,
         custody: Custody | None = None,
+        policy: MakePolicy | None = None,
         loads_together: LoadsTogether | None = None,
         keep_clean: bool = True,
         spill_threads: int = 1,
@@ -126,7 +130,13 @@ class ProxifyManager:
         engine: Callable[..., Engine] = Engine,
     ) -> None:
         metadata = self._metadata = Metadata(
-            limit=limit, disk_limit=disk_limit, keep_clean=keep_clean, store=store, custody=custody, clock=clock
+            limit=limit,
+            disk_limit=disk_limit,
+            keep_clean=keep_clean,
+            store=store,
+            custody=custody,
+            policy=policy,
+            clock=clock,
         )
         self.slots = metadata.slots
         self._ledger = metadata.state.ledger

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from gpuspill import forks
 from gpuspill.core.budget import Reservation
-from gpuspill.core.ledger import Entry
 from gpuspill.core.eviction_queue import small_below
+from gpuspill.core.ledger import Entry
+from gpuspill.core.policy import MakePolicy
 from gpuspill.core.residency import Tier
 from gpuspill.core.state import SpillState
 from gpuspill.errors import ManagerClosed
@@ -116,6 +117,7 @@ class Metadata:
         keep_clean: bool,
         store: Store,
         custody: Custody | None = None,
+        policy: MakePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = forks.lock()
@@ -131,6 +133,7 @@ class Metadata:
             keep_clean=keep_clean,
             # Elsewhere there is no block that a small one would take.
             small_below=small_below if custody is None else lambda _: 0,
+            policy=policy,
             block_nbytes=store.block_nbytes,
             make_entry=Slot,
             entries=self.slots,

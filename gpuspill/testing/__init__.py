@@ -1,6 +1,10 @@
-"""What tests of gpuspill use, shipped for whoever adds a store, a device or a policy.
+"""The test kit, for tests of gpuspill and of stores, devices and policies of others.
+
+:mod:`~gpuspill.testing.store_tests`, :mod:`~gpuspill.testing.devices`, :mod:`~gpuspill.testing.policy_tests` and what
+they use know the ports only, not what stands behind them.
 
 ======================================== =========================================================================
+:mod:`~gpuspill.testing.pytest_option`   pytest's setting that switches on what follows
 :mod:`~gpuspill.testing.pytest_plugin`   fixture that fails a test which leaves something behind; scratch space
 :mod:`~gpuspill.testing.leaks`           what it looks for
 :mod:`~gpuspill.testing.clock`           a clock that a test moves
@@ -15,6 +19,8 @@
 :mod:`~gpuspill.testing.stores`          stores in memory, with faults, with gates
 :mod:`~gpuspill.testing.memory_store`    stores whose every operation waits for the test, or for what it does meanwhile
 :mod:`~gpuspill.testing.store_tests`     what every store has to pass
+:mod:`~gpuspill.testing.devices`         what every device, and every adapter for arrays, has to pass
+:mod:`~gpuspill.testing.policy_tests`    what every eviction policy has to pass
 ======================================== =========================================================================
 
 Nothing else in gpuspill imports this package.

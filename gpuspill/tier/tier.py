@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from gpuspill.core.policy import Order
+from gpuspill.core.policy import MakePolicy, Order
 from gpuspill.core.residency import Tier
 from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.past_host import PastHost
@@ -63,7 +63,7 @@ class DeviceTier:
     pinned_limit
         Bytes of host memory to pin at most for what has left the device; a fraction is one of the host's limit, when
         something leaves for the first time.
-    spill_threads, restore_threads, spill_timeout
+    policy, spill_threads, restore_threads, spill_timeout
         See :class:`~gpuspill.manager.ProxifyManager`.
     name
         Part of the thread names.
@@ -100,6 +100,7 @@ class DeviceTier:
         allocate: Callable[[int], memoryview] | None = None,
         past_host: PastHost | None = None,
         pinned_limit: float = 0,
+        policy: MakePolicy | None = None,
         spill_threads: int = 1,
         restore_threads: int = 2,
         spill_timeout: float = 0.0,
@@ -131,6 +132,7 @@ class DeviceTier:
             serializer=self._serializer,
             sizeof=_sizeof,
             custody=self._book,
+            policy=policy,
             loads_together=self._serializer.loads_together,
             # The copy in host memory would take room that others need; reading from there is cheap to repeat.
             keep_clean=False,

@@ -538,7 +538,9 @@ def test_a_value_takes_no_more_than_400_bytes_beside_itself_and_its_key(tmp_path
         assert (after - before) / count <= 400
         for key in keys:
             store.peek(key)
-        assert len(store.manager._metadata.state.queue.policy._recent._places) <= 2 * count + 64, "uses leave something behind"
+        assert len(store.manager._metadata.state.queue.policy._recent._places) <= 2 * count + 64, (
+            "uses leave something behind"
+        )
     finally:
         store.close()
 

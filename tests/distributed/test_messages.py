@@ -21,6 +21,18 @@ from gpuspill.storage.filesystems import file_system_type
 OURS, THEIRS = "gpuspill.compression", "distributed.worker.memory.spill-compression"
 
 
+def test_a_codec_of_distributeds_registry_will_do(monkeypatch):
+    """For both settings: a codec is checked in one place."""
+    codecs = distributed.protocol.compression.compressions
+    monkeypatch.setitem(codecs, "made-up", codecs["zlib"])
+    for make in (gpuspill.data, lambda **options: Settings.load(**options)):
+        make(compression="made-up")
+        with dask.config.set({OURS: "made-up"}):
+            make()
+    with dask.config.set({THEIRS: "made-up"}):
+        gpuspill.data()
+
+
 @pytest.mark.parametrize("make", [gpuspill.data, gpuspill.SpillPlugin])
 @pytest.mark.parametrize("configured", [True, False])
 def test_an_unknown_compression_is_an_error_before_a_worker_is_started(make, configured):
