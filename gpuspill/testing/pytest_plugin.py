@@ -1,6 +1,7 @@
 """The pytest plugin of gpuspill's own tests, for whoever tests a store or a device of their own.
 
-Load it with ``pytest_plugins = ["gpuspill.testing.pytest_plugin"]`` in the top ``conftest.py``. It
+Switch it on with ``gpuspill_testing = true`` in pytest's settings, or load it with
+``pytest_plugins = ["gpuspill.testing.pytest_plugin"]`` in the top ``conftest.py``. It
 
 * fails a test that passed but left behind threads, file descriptors, child processes or spill files
   (fixture :func:`no_leaks`, for every test);

@@ -1,5 +1,6 @@
 """Each check sees what it is for, and the fixture turns that into a failed test."""
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -175,6 +176,22 @@ def test_spill_files_in_a_tests_own_directory_count(
     result = outcome("def test_leak(tmp_path): (tmp_path / 'gpuspill-7').mkdir()")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["left behind: 1 spill files"])
+
+
+def test_the_setting_switches_it_on(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an entry point does where gpuspill is installed: nothing happens without the setting."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(gpuspill.testing.__file__).parents[2]))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    options = ("-p", "gpuspill.testing.pytest_option", "-p", "no:cacheprovider")
+    pytester.makepyfile(LEAKS["descriptors"])
+    pytester.runpytest_subprocess(*options).assert_outcomes(passed=1)
+    pytester.makeini("[pytest]\ngpuspill_testing = true\n")
+    pytester.runpytest_subprocess(*options, "--leak-grace=0.2").assert_outcomes(passed=1, errors=1)
+
+
+def test_the_entry_point_is_the_setting() -> None:
+    (point,) = importlib.metadata.entry_points(group="pytest11", name="gpuspill")
+    assert point.value == "gpuspill.testing.pytest_option"
 
 
 def test_a_test_that_cleans_up_passes(outcome: Callable[[str], pytest.RunResult]) -> None:
