@@ -17,10 +17,21 @@ from gpuspill.bench.delay import delay_files
 from gpuspill.bench.watch import Watch
 from gpuspill.errors import ConfigError
 
-__all__ = ["ARMS", "BASELINE", "Arm", "ClusterShape", "open_cluster", "parse_arms"]
+__all__ = ["ARMS", "BASELINE", "SMALL_WORKERS", "Arm", "ClusterShape", "open_cluster", "parse_arms"]
 
 BASELINE = "stock"
 """The arm that the others are compared with."""
+
+SMALL_WORKERS: Mapping[str, object] = {
+    "distributed.p2p.comm.buffer": "16 MiB",
+    "distributed.p2p.storage.buffer": "16 MiB",
+    "distributed.nanny.pre-spawn-environ.ARROW_DEFAULT_MEMORY_POOL": "system",
+}
+"""What has to be set to shuffle on workers of a gigabyte or less, whatever their store.
+
+The shuffle's own buffers are made for larger ones (a worker is killed for the gigabyte it may keep in them), and Arrow
+keeps freed memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,6 +293,37 @@ def transpose(
 
 
 @bench.command()
+@_arms_option("stock,gpuspill,nospill")
+@_repeat_option(3)
+@click.option("--limit", type=SIZE, default="1GiB", show_default=True, help="Memory of each of the two workers.")
+@click.option(
+    "--ratio",
+    type=float,
+    default=2.5,
+    show_default=True,
+    help="Bytes that should be alive at once, divided by the memory of both.",
+)
+@click.option("--chunk", type=SIZE, default="16MiB", show_default=True, help="Size of a piece.")
+@click.option("--only", default="", help="Names of workloads, separated by commas.  [default: all]")
+@click.option("--nthreads", type=click.IntRange(min=1), default=1, show_default=True)
+@JSON_OPTION
+def suite(
+    arms: str,
+    repeat: int,
+    limit: int,
+    ratio: float,
+    chunk: int,
+    only: str,
+    nthreads: int,
+    json_path: Path | None,
+) -> None:
+    """Run what people do with dask, each with more data than memory: what it costs."""
+    from gpuspill.bench.suite import Suite
+
+    _measure(Suite(limit=limit, ratio=ratio, chunk=chunk, only=only, threads=nthreads), arms, repeat, json_path)
+
+
+@bench.command()
 @click.option("--arms", help="What to run, in this order.  [default: gpuspill,fits]")
 @_repeat_option(5)
 @click.option("--limit", type=SIZE, default="4GiB", show_default=True, help="Values to keep on the device.")

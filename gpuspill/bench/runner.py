@@ -104,8 +104,11 @@ def interleave(
 
 
 def _values(samples: Sequence[Sample], arm: str, metric: str) -> dict[int, float]:
-    found = {sample.repeat: sample.metrics.get(metric) for sample in samples if sample.arm == arm and not sample.error}
-    return {number: float(value) for number, value in found.items() if value is not None}
+    return {
+        sample.repeat: float(value)
+        for sample in samples
+        if sample.arm == arm and (value := sample.metrics.get(metric)) is not None
+    }
 
 
 def spread(samples: Sequence[Sample], arm: str, metric: str) -> Spread | None:

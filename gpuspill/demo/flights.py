@@ -115,6 +115,11 @@ class FlightsJob(Job):
         """Return one copy of the flights."""
         return _vary(self._first, copy)
 
+    @property
+    def rows(self) -> int:
+        """How many flights a copy has."""
+        return len(self._first)
+
     @cached_property
     def _bytes_per_copy(self) -> int:
         return int(self.load_copy(0).memory_usage(deep=True).sum())

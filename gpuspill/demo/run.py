@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpuspill.bench.arms import BASELINE, Arm, ClusterShape, open_cluster, parse_arms
+from gpuspill.bench.arms import BASELINE, SMALL_WORKERS, Arm, ClusterShape, open_cluster, parse_arms
 from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
 from gpuspill.demo.arrays import ArrayJob
 from gpuspill.demo.flights import FlightsJob
@@ -58,14 +58,6 @@ class Size:
     config: Mapping[str, object] = field(default_factory=dict)
 
 
-#: What anybody has to set who shuffles on workers of this size, whatever their store: the shuffle's own buffers are
-#: made for larger ones (a worker is killed for the gigabyte it may keep in them), and Arrow keeps freed memory.
-_SMALL_WORKERS = {
-    "distributed.p2p.comm.buffer": "16 MiB",
-    "distributed.p2p.storage.buffer": "16 MiB",
-    "distributed.nanny.pre-spawn-environ.ARROW_DEFAULT_MEMORY_POOL": "system",
-}
-
 FULL = Size(
     limit=640 * 2**20,
     copies=25,
@@ -74,7 +66,7 @@ FULL = Size(
     blocks=9,
     block=1440,
     timeout=180.0,
-    config=_SMALL_WORKERS,
+    config=SMALL_WORKERS,
 )
 """More than a gigabyte of memory, and more data than that."""
 
@@ -87,7 +79,7 @@ QUICK = Size(
     block=512,
     timeout=120.0,
     # Room for a few megabytes of values, so that even this little has to be spilled.
-    config=_SMALL_WORKERS | {"distributed.worker.memory.target": 0.003},
+    config={**SMALL_WORKERS, "distributed.worker.memory.target": 0.003},
 )
 """Seconds instead of minutes, to see that everything works."""
 
