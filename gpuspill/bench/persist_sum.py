@@ -39,6 +39,7 @@ ROWS = (
     Row("sum_2", "  second sum", "seconds", compare=True),
     Row("cpu", "worker CPU time", "seconds", compare=True),
     Row("stall_longest", "longest loop stall", "milliseconds"),
+    Row("stall_own", "  without waits for a processor", "milliseconds"),
     Row("stall_p999", "loop lateness, 99.9 %", "milliseconds"),
     Row("stalls", "stalls over 50 ms", "count"),
     Row("stalled", "time in stalls", "seconds"),
@@ -52,6 +53,7 @@ ROWS = (
     Row("peak_memory", "peak resident memory", "bytes", compare=True),
     Row("pauses", "worker paused", "count"),
     Row("paused", "  for", "seconds"),
+    Row("stolen", "processor time the host took", "seconds"),
     Row("correct", "result correct", "yes"),
 )
 
@@ -187,6 +189,7 @@ class PersistSum(Job):
         return {
             "cpu": figure.cpu,
             "stall_longest": figure.loop.longest,
+            "stall_own": figure.loop.longest_own,
             "stall_p999": figure.loop.p999,
             "stalls": figure.loop.stalls,
             "stalled": figure.loop.stalled,
@@ -202,6 +205,7 @@ class PersistSum(Job):
             "mean_memory": figure.memory.mean,
             "pauses": figure.pauses,
             "paused": figure.paused,
+            "stolen": figure.stolen,
         }
 
 

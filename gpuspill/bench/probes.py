@@ -23,6 +23,8 @@ __all__ = [
     "MemorySummary",
     "lateness_quantile",
     "process_file_traffic",
+    "processor_wait",
+    "stolen_time",
     "thread_file_traffic",
 ]
 
@@ -42,6 +44,9 @@ class LoopSummary:
     ----------
     longest
         The latest callback, seconds.
+    longest_own
+        The same without what the loop's thread waited for a processor: that is for other threads and other programs,
+        and no lock of the interpreter.
     p999
         What a callback that became due at a random instant would have had to wait, 99.9th
         percentile, seconds. Weighted by time, so that a long stall counts for all the callbacks it
@@ -58,6 +63,7 @@ class LoopSummary:
     """
 
     longest: float
+    longest_own: float
     p999: float
     stalls: int
     stalled: float
@@ -116,10 +122,12 @@ class LoopProbe:
     on_tick
         Called at each tick on the loop's thread, e.g. to sample a state that only changes there.
         Must return at once and not raise.
+    waited
+        Returns the seconds for which the calling thread was ready and had no processor, ever since it began.
 
     Notes
     -----
-    ``start``, ``stop`` and ``reset`` must be called on the loop's thread. A tick costs a few
+    ``start``, ``stop`` and ``reset`` must be called on the loop's thread. A tick costs about ten
     microseconds.
     """
 
@@ -128,11 +136,15 @@ class LoopProbe:
         loop: asyncio.AbstractEventLoop,
         interval: float = 0.002,
         on_tick: Callable[[], None] | None = None,
+        waited: Callable[[], float] | None = None,
     ) -> None:
         self._loop = loop
         self._interval = interval
         self._on_tick = on_tick
+        self._read_wait = waited or processor_wait
+        self._waited = 0.0
         self._lateness = array("d")
+        self._own = array("d")
         self._handle: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._since = 0.0
@@ -150,9 +162,13 @@ class LoopProbe:
             self._handle = None
 
     def reset(self) -> None:
-        """Forget what was recorded so far."""
+        """Forget what was recorded so far, and that the caller has held up the callback which is due."""
         self._lateness = array("d")
+        self._own = array("d")
         self._since = self._loop.time()
+        if self._handle is not None:
+            self._handle.cancel()
+            self._schedule(self._since)
 
     def summary(self) -> LoopSummary:
         """Return the figures since the start or the last reset."""
@@ -161,6 +177,7 @@ class LoopProbe:
         stalls = [late for late in lateness if late > STALL_SECONDS]
         return LoopSummary(
             longest=max(lateness, default=0.0),
+            longest_own=max(self._own[:], default=0.0),
             p999=lateness_quantile(lateness, elapsed, 0.999),
             stalls=len(stalls),
             stalled=sum(stalls),
@@ -175,11 +192,14 @@ class LoopProbe:
 
     def _schedule(self, now: float) -> None:
         self._due = now + self._interval
+        self._waited = self._read_wait()
         self._handle = self._loop.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
         now = self._loop.time()
-        self._lateness.append(max(0.0, now - self._due))
+        late = max(0.0, now - self._due)
+        self._lateness.append(late)
+        self._own.append(max(0.0, late - (self._read_wait() - self._waited)))
         if self._on_tick is not None:
             self._on_tick()
         # From now, not from what was due: after a stall the missed ticks must not run as a burst.
@@ -281,6 +301,30 @@ def high_water_bytes() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def processor_wait() -> float:
+    """Return how long the calling thread was ready to run and had no processor, seconds; 0 where it cannot be known."""
+    try:
+        with open(f"/proc/self/task/{threading.get_native_id()}/schedstat", "rb", buffering=0) as file:
+            return int(file.read(100).split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def stolen_time() -> float | None:
+    """Return how long this machine's processors were not there because their host used them otherwise, seconds.
+
+    Returns
+    -------
+    float or None
+        The sum over all processors, since the start; ``None`` where the kernel keeps no such count.
+    """
+    try:
+        with open("/proc/stat", "rb") as file:
+            return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

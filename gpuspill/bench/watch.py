@@ -22,6 +22,7 @@ from gpuspill.bench.probes import (
     MemoryProbe,
     MemorySummary,
     process_file_traffic,
+    stolen_time,
     thread_file_traffic,
 )
 
@@ -122,6 +123,9 @@ class WorkerFigures:
         kernel's count.
     pauses, paused
         How often and for how many seconds in all distributed had paused the worker.
+    stolen
+        Seconds for which the machine's processors were not there, by the kernel's count; see
+        :func:`~gpuspill.bench.probes.stolen_time`.
     """
 
     pid: int
@@ -134,6 +138,7 @@ class WorkerFigures:
     loop_file_traffic: FileTraffic | None
     pauses: int
     paused: float
+    stolen: float | None
 
 
 class Watch(WorkerPlugin):
@@ -172,6 +177,7 @@ class Watch(WorkerPlugin):
         self._started, self._cpu = time.perf_counter(), time.process_time()
         self._store = store_counters(self._worker.data)
         self._traffic = process_file_traffic(), thread_file_traffic()
+        self._stolen = stolen_time()
         self._pauses, self._paused = 0, 0.0
         self._loop.reset()
         self._memory.reset()
@@ -191,6 +197,7 @@ class Watch(WorkerPlugin):
             loop_file_traffic=_difference(thread_file_traffic(), self._traffic[1]),
             pauses=self._pauses,
             paused=self._paused + running,
+            stolen=None if self._stolen is None else (stolen_time() or 0.0) - self._stolen,
         )
 
     _worker: Worker
@@ -200,6 +207,7 @@ class Watch(WorkerPlugin):
     _cpu: float
     _store: StoreCounters
     _traffic: tuple[FileTraffic | None, FileTraffic | None]
+    _stolen: float | None
     _paused_since: float | None
 
     def _watch_status(self) -> None:

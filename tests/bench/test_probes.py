@@ -15,7 +15,9 @@ from gpuspill.bench.probes import (
     MemoryProbe,
     high_water_bytes,
     lateness_quantile,
+    processor_wait,
     resident_bytes,
+    stolen_time,
     thread_file_traffic,
 )
 
@@ -118,6 +120,43 @@ def test_reset_and_stop() -> None:
     assert seen > 100
     loop.run_until(200.0)
     assert len(ticks) == seen
+
+
+def test_what_held_up_the_loop_before_a_reset_does_not_count_after_it() -> None:
+    """The garbage that the benchmark collects before it starts the clock is no stall of the job's."""
+    loop = ManualLoop()
+    probe = probe_on(loop)
+    probe.start()
+    loop.run_until(101.0)
+    loop.stand_still(0.5)
+    probe.reset()
+    loop.run_until(102.0)
+    assert probe.longest() < 1e-6
+    assert probe.summary().ticks == pytest.approx(50, abs=1)
+    probe.stop()
+    probe.reset()
+    assert not [timer for timer in loop.timers if not timer.cancelled]
+
+
+def test_waits_for_a_processor_are_told_apart() -> None:
+    loop = ManualLoop()
+    waited = 0.0
+    probe = probe_on(loop, waited=lambda: waited)
+    probe.start()
+    loop.run_until(101.0)
+    waited += 0.3
+    loop.stand_still(0.5)
+    loop.run_until(102.0)
+    summary = probe.summary()
+    assert summary.longest == pytest.approx(0.5, abs=0.01)
+    assert summary.longest_own == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel counts no waits")
+def test_the_kernel_counts_waits_of_the_calling_thread() -> None:
+    before = processor_wait()
+    assert processor_wait() >= before >= 0.0
+    assert (stolen_time() or 0.0) >= 0.0
 
 
 def waits(lateness: list[float], elapsed: float, beyond: float) -> float:
