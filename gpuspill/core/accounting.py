@@ -85,12 +85,12 @@ class Charges:
             self.spilled_nbytes += more
         if entry.target == Tier.DISK and not entry.stalled:
             self.memory.leaving += more
-            entry.leaving += more
         entry.nbytes = nbytes
 
     def begin_spill(self, entry: Entry, nbytes: int) -> None:
         """A spill is in flight that is going to free `nbytes`."""
-        entry.leaving = nbytes
+        if nbytes != entry.nbytes:
+            entry.leaving = nbytes - entry.nbytes
         self.memory.leaving += nbytes
         self.spilling += 1
         self.spilling_small += entry.small
@@ -103,11 +103,14 @@ class Charges:
 
     def end_spill(self, entry: Entry) -> None:
         """It came to its end, whichever."""
-        if entry.stalled:
-            entry.stalled = False
-            return
-        self.memory.leaving -= entry.leaving
-        entry.leaving = 0
+        nbytes = entry.nbytes
+        if entry.rare is not None:
+            if entry.stalled:
+                entry.stalled = False
+                return
+            nbytes += entry.leaving
+            entry.leaving = 0
+        self.memory.leaving -= nbytes
         self.spilling -= 1
         self.spilling_small -= entry.small
 
@@ -130,7 +133,7 @@ class Charges:
     def drop(self, entry: Entry) -> None:
         """It left memory and is on disk only. When it comes back it takes what it had in common with others too."""
         self.memory.used -= entry.nbytes
-        if entry.parts:
+        if entry.rare is not None and entry.parts:
             entry.nbytes = entry.apart_nbytes
         self.away += 1
         self._count_spilled(entry, 1)
@@ -169,7 +172,10 @@ class Charges:
             away += not entry.resident
             spilling += entry.target == Tier.DISK and not entry.stalled
             assert not entry.stalled or entry.target == Tier.DISK, entry
-            leaving += entry.leaving
+            if entry.target == Tier.DISK and not entry.stalled:
+                leaving += entry.nbytes + entry.leaving
+            else:
+                assert not entry.leaving, entry
         assert leaving == self.memory.leaving, (leaving, self.memory.leaving)
         assert spilling == self.spilling
         assert 0 <= self.spilling_small <= spilling

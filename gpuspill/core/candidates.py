@@ -175,9 +175,28 @@ class Candidates:
                 return self._entries[pid]
         return None
 
-    def available(self, pid: int) -> bool:
-        """Whether this one may go now, whatever its turn. It is set aside if somebody holds it."""
-        return pid in self.queue and not self._set_aside_if_held(pid)
+    def written(self, entry: Entry, *, wanted: bool, first: bool) -> bool:
+        """Say whether a value of which there is a record now, and which is in none of the places, may go at once.
+
+        Else it is put where it belongs.
+
+        Parameters
+        ----------
+        entry
+            The value.
+        wanted
+            Whether it should go. It stays if somebody holds it, and is set aside.
+        first
+            As for :meth:`classify`.
+        """
+        wanted = wanted and entry.evictable and not entry.refused
+        held = wanted and self._is_held(entry.pid)
+        if wanted and not held:
+            return True
+        self.classify(entry, first=first)
+        if held:
+            self.spare(entry.pid)
+        return False
 
     def spare(self, pid: int) -> None:
         """Leave a candidate alone for a while, as one that somebody holds. Nothing if it is none."""

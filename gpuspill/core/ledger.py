@@ -98,13 +98,13 @@ class Entry(Residency):
     owners
         How many values have it as a part. While one has, evicting it would free nothing.
     leaving
-        Bytes that its spill in flight is going to free.
+        Bytes that its spill in flight is going to free besides its own.
     stalled
         Its spill in flight takes too long, and nobody counts on it.
     loose
         The last of them was let go, but is perhaps not gone yet.
     need
-        Bytes that its record would have taken when it was last tried; 0 if it never got that far.
+        Bytes that its record would have taken when that last failed; 0 if it never got that far.
     refusals
         How often in a row it could not be written for a reason that may pass.
     refused

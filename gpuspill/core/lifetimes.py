@@ -59,26 +59,22 @@ class Lifetimes:
         self._effects = effects
         self._counters = counters
 
-    def drop(self, entry: Entry, *, clean: bool = True) -> None:
-        """Let go of a value in memory of which a record exists.
-
-        Parameters
-        ----------
-        entry
-            The value.
-        clean
-            Whether that saves a write, and is counted.
-        """
-        self._read_ahead.evicted(entry.pid)
+    def drop(self, entry: Entry) -> None:
+        """Let go of a candidate of which a record exists, which saves a write."""
         self._candidates.unlist(entry.pid)
+        self._counters.clean_drops += 1
+        self._counters.clean_dropped_nbytes += entry.nbytes
+        self.let_go(entry)
+
+    def let_go(self, entry: Entry) -> None:
+        """Let go of a value in memory of which a record exists, and which is no candidate."""
+        self._read_ahead.evicted(entry.pid)
         entry.drop(Tier.HOST)
         self._records.need(entry)
         self._effects.dropped.append(entry.pid)
-        if clean:
-            self._counters.clean_drops += 1
-            self._counters.clean_dropped_nbytes += entry.nbytes
         self._charges.drop(entry)
-        self._let_go_of_parts(entry)
+        if entry.rare is not None:
+            self._let_go_of_parts(entry)
 
     def release(self, entry: Entry) -> None:
         """One key, pin, move or other value less needs the entry: forget it if that was the last.
@@ -153,6 +149,8 @@ class Lifetimes:
 
     def leaving_nbytes(self, entry: Entry) -> int:
         """Bytes that go with the value when it leaves memory: its own, and those of parts that nothing else needs."""
+        if entry.rare is None:
+            return entry.nbytes
         return entry.nbytes + sum(self._alone_nbytes(pid) for pid in entry.parts)
 
     def _alone_nbytes(self, pid: int) -> int:

@@ -73,9 +73,10 @@ class Records:
 
         Redundant records are given up first, if that is enough.
         """
-        nbytes = entry.need = self._in_blocks(nbytes)
+        nbytes = self._in_blocks(nbytes)
         more = nbytes - entry.disk_nbytes
         if self.exceeded(more):
+            entry.need = nbytes
             return False
         self.reclaim(more)
         self._charge(entry, nbytes)
@@ -133,6 +134,8 @@ class Records:
 
     def unwritten(self, entry: Entry) -> None:
         """The record of a value that was being spilled did not come to be."""
+        if entry.disk_nbytes:
+            entry.need = entry.disk_nbytes
         self._charge(entry, 0)
 
     def give_up(self, entry: Entry) -> None:

@@ -98,6 +98,8 @@ class Spills:
         now on, and call :meth:`doubt` if they are not the same.
         """
         entry = self._entry(pid)
+        if entry.rare is None:
+            return False
         taken, entry.taken = entry.taken, False
         return taken
 
@@ -132,9 +134,10 @@ class Spills:
         entry.complete()
         self._counters.spills += 1
         self._counters.spilled_nbytes += entry.nbytes
-        refusals, entry.refusals, entry.need = entry.refusals, 0, 0
-        renewed, entry.renewed = entry.renewed, False
-        taken, entry.taken = entry.taken, False
+        refusals, renewed, taken = 0, False, False
+        if entry.rare is not None:
+            refusals, renewed, taken = entry.refusals, entry.renewed, entry.taken
+            entry.refusals, entry.need, entry.renewed, entry.taken = 0, 0, False, False
         if not (entry.keys or entry.pins):
             self._lifetimes.release(entry)
         elif renewed or taken:
@@ -149,13 +152,11 @@ class Spills:
                 entry.need, entry.refused, entry.refusals = disk_nbytes, True, refusals + 1
                 records.give_up(entry)
                 self._candidates.classify(entry)
-            else:
-                # Without its record it would be written again, and perhaps once more for nothing.
-                self._candidates.classify(entry, first=untouched and records.keep_clean)
-                if wanted and self._candidates.available(pid):
-                    self._lifetimes.drop(entry, clean=False)
-                elif not records.keep_clean:
-                    records.give_up(entry)
+            # Without its record it would be written again, and perhaps once more for nothing.
+            elif self._candidates.written(entry, wanted=wanted, first=untouched and records.keep_clean):
+                self._lifetimes.let_go(entry)
+            elif not records.keep_clean:
+                records.give_up(entry)
             records.reclaim()
         self._room.balance()
 

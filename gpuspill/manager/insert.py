@@ -241,7 +241,7 @@ class Intake:
                     raise _over_quota(receipt.nbytes, state.disk.limit, metadata.disk_limit_from)
                 metadata.enter_below(pid, key, nbytes, receipt)
                 written = None  # it has an owner
-                metadata.count_write(receipt, raw, seconds)
+                metadata.count_writes([receipt], raw, seconds)
         finally:
             with metadata as state:
                 state.release_below(reservation)

@@ -209,8 +209,7 @@ class Spiller:
         """
         slots = self._metadata.slots
         spills = [_Spill(pid, slots[pid], slots[pid].value) for pid in pids]
-        for each in spills:
-            self._stalls.begin(each.pid)
+        self._stalls.begin(pids)
         try:
             self._serialise(spills)
             self._reserve([each for each in spills if not each.ended])
@@ -234,7 +233,10 @@ class Spiller:
                 self._stop(each, error)
                 continue
             each.serialising = clock() - start
-            self._stalls.serialised(each.pid)
+        for each in spills:
+            if not each.ended:
+                self._stalls.serialised(each.pid)
+                break
 
     def _reserve(self, spills: Sequence[_Spill]) -> None:
         refused = []
@@ -263,12 +265,13 @@ class Spiller:
         start = clock()
         self._write_together(spills)
         shared = (clock() - start) / max(1, len(spills))
+        self._trust_device([each for each in spills if each.receipt is not None])
         for each in spills:
             start = clock()
             try:
                 if each.receipt is None:
                     each.receipt = self._store.write(each.header, each.frames)
-                each.sure = self._make_sure(each.pid, each.receipt)
+                each.sure = each.sure or self._make_sure(each.pid, each.receipt)
             except BaseException as error:
                 self._stop(each, error)
                 continue
@@ -288,28 +291,41 @@ class Spiller:
         for each, receipt in zip(spills, receipts or (), strict=False):
             each.receipt = receipt
 
+    def _trust_device(self, spills: Sequence[_Spill]) -> None:
+        """Be sure of values that stand for memory elsewhere: a device orders who copies and who changes."""
+        if self._metadata.slots.elsewhere:
+            with self._metadata as state:
+                for each in spills:
+                    state.in_doubt(each.pid)
+                    each.sure = True
+
     def _complete(self, spills: Sequence[_Spill], *, force: bool) -> None:
         metadata = self._metadata
         with metadata as state:
+            if any(each.sure for each in spills):
+                self._held.relent(metadata.clock())
             for each in spills:
-                assert each.receipt is not None
-                each.slot.receipt = each.receipt
-                metadata.totals["serialize"] += each.serialising
-                metadata.count_write(each.receipt, each.raw, each.writing)
-                metadata.story.note(each.slot, Happened.WRITTEN, each.receipt.nbytes)
-                if each.sure:
-                    self._held.relent(metadata.clock())
-                if state.ledger.entries[each.pid].refusals:
+                receipt, slot = each.receipt, each.slot
+                assert receipt is not None
+                slot.receipt = receipt
+                metadata.story.note(slot, Happened.WRITTEN, receipt.nbytes)
+                if slot.rare is not None and slot.refusals:
                     self._blocked.succeeded()
                     self._logged.discard("quota")
                 self._stalls.end(each.pid, state)
-                state.complete_spill(each.pid, each.receipt.nbytes, force=force)
+                state.complete_spill(each.pid, receipt.nbytes, force=force)
                 each.ended = True
-        for each in spills:
-            assert each.receipt is not None
-            if self._observer is not None:
+            metadata.totals["serialize"] += sum(each.serialising for each in spills)
+            metadata.count_writes(
+                [each.receipt for each in spills if each.receipt is not None],
+                sum(each.raw for each in spills),
+                sum(each.writing for each in spills),
+            )
+        if self._observer is not None:
+            for each in spills:
+                assert each.receipt is not None
                 self._observer("serialize", each.serialising, "seconds")
-            observe_write(self._observer, each.receipt, each.writing)
+                observe_write(self._observer, each.receipt, each.writing)
 
     def _let_go(self, each: _Spill) -> None:
         """A spill is about to end without a record."""
@@ -335,7 +351,7 @@ class Spiller:
         with self._metadata as state:
             used = state.in_doubt(pid)
             if slots.elsewhere:
-                return True  # a device orders who copies and who changes
+                return True
             if not (used or slots.perhaps_held(slot) or slots.shares(slot)):
                 return True
             sure = not slots.in_hand(slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpuspill.core.state import SpillState
@@ -31,6 +32,8 @@ _PATIENCE = 1.0
 
 @dataclass(slots=True)
 class _Move:
+    """What one thread has in hand: one spill, or several that were begun together."""
+
     since: float
     spill_thread: int | None
     doing: tuple[str, str] = _SERIALISING
@@ -63,14 +66,14 @@ class Stalls:
         self._stalled: int | None = None
         self._stalled_at = 0.0
 
-    def begin(self, pid: int) -> None:
-        """The calling thread spills a value from now on."""
+    def begin(self, pids: Iterable[int]) -> None:
+        """The calling thread spills some values from now on, all at once."""
         engine = self._metadata.engine
         here = engine is not None and engine.spilling_here
-        self._moves[pid] = _Move(self._metadata.clock(), threading.get_ident() if here else None)
+        self._moves.update(dict.fromkeys(pids, _Move(self._metadata.clock(), threading.get_ident() if here else None)))
 
     def serialised(self, pid: int) -> None:
-        """What is left to do is to write it."""
+        """What is left to do, with those that were begun together, is to write them."""
         self._moves[pid].doing = _WRITING
 
     def end(self, pid: int, state: SpillState) -> None:
@@ -88,13 +91,17 @@ class Stalls:
         now = metadata.clock()
         found = []
         with metadata as state:
-            for pid, move in list(self._moves.items()):
-                if not move.stalled and now - move.since > self._timeout:
-                    move.stalled = True
-                    slot = metadata.slots[pid]
-                    found.append((slot.key, move))
-                    metadata.story.note(slot, Happened.STALLED, slot.nbytes, move.doing[0])
-                    state.stall_spill(pid)
+            late = [
+                (pid, move)
+                for pid, move in list(self._moves.items())
+                if not move.stalled and now - move.since > self._timeout
+            ]
+            for pid, move in late:
+                move.stalled = True
+                slot = metadata.slots[pid]
+                found.append((slot.key, move))
+                metadata.story.note(slot, Happened.STALLED, slot.nbytes, move.doing[0])
+                state.stall_spill(pid)
             if found:
                 state.set_stuck(self._stuck)
         for key, move in found:

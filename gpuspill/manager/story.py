@@ -16,6 +16,8 @@ __all__ = ["Event", "Happened", "Story"]
 
 #: How many events are kept.
 _EVENTS: Final = 4096
+#: What a key of a user's is; others are gpuspill's own, and may keep memory alive.
+_OF_USERS: Final = (str, bytes, int, float, tuple)
 #: How many are shown with an error.
 _SHOWN: Final = 12
 
@@ -96,8 +98,7 @@ class Story:
 
     def note(self, slot: Slot, what: Happened, nbytes: int, cause: BaseException | str | None = None) -> None:
         """Note an event of the value of a slot."""
-        # Other keys are gpuspill's own, and may keep memory alive.
-        key = slot.key if isinstance(slot.key, str | bytes | int | float | tuple) else None
+        key = slot.key if isinstance(slot.key, _OF_USERS) else None
         if isinstance(cause, BaseException):
             cause = _shown(cause)
         self._events.append(_Kept(self._clock(), slot.pid, key, what, nbytes, cause or ""))

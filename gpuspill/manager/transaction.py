@@ -206,10 +206,10 @@ class Metadata:
         self.slots.enter_below(slot, key, nbytes, receipt)
         self.story.note(slot, Happened.STORED, receipt.nbytes)
 
-    def count_write(self, receipt: Receipt, raw: int, seconds: float) -> None:
-        """Under the lock: count a record that was written in so many seconds, of `raw` bytes."""
+    def count_writes(self, receipts: Iterable[Receipt], raw: int, seconds: float) -> None:
+        """Under the lock: count records that were written in so many seconds, of `raw` bytes in all."""
         self.totals["write"] += seconds
-        self.totals["written"] += receipt.nbytes
+        self.totals["written"] += sum(receipt.nbytes for receipt in receipts)
         self.totals["raw"] += raw
 
     def validate(self) -> None:

@@ -80,7 +80,7 @@ class Unit(Internal):
     @property
     def in_use(self) -> bool:
         """Whether somebody refers to an array on it. Takes no lock."""
-        return any(ref() is not None for ref in list(self.arrays.values()))
+        return bool(self.arrays) and any(ref() is not None for ref in list(self.arrays.values()))
 
 
 class Watch(weakref.ref[Any]):
