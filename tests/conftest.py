@@ -1,8 +1,23 @@
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from gpuspill.manager.knots import Knots
 
 pytest_plugins = ["gpuspill.testing.pytest_plugin", "pytester"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _young_heap() -> Iterator[None]:
+    """Collect garbage of this module's tests only.
+
+    Thousands of collected tests and imported libraries live as long as the process. A full collection that walks them
+    takes a second, late in a run, and many tests collect.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
 
 
 @pytest.fixture
