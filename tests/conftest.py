@@ -1,5 +1,4 @@
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -9,7 +8,7 @@ pytest_plugins = ["gpuspill.testing.pytest_plugin", "pytester"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _young_heap() -> Iterator[None]:
+def _young_heap() -> None:
     """Collect garbage of this module's tests only.
 
     Thousands of collected tests and imported libraries live as long as the process. A full collection that walks them
@@ -17,7 +16,6 @@ def _young_heap() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
-    yield
 
 
 @pytest.fixture

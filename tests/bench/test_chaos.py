@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import psutil
@@ -33,6 +34,27 @@ from gpuspill.storage.files import FileStore
 from gpuspill.storage.wrappers import FaultyStore
 
 MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyError("tcp://127.0.0.1:1"), jobs.Refused),
+        (ConnectionError("reset"), jobs.Refused),
+        (TimeoutError(), jobs.Refused),
+        (KeyError("key"), KeyError),
+        (ValueError("tcp://127.0.0.1:1"), ValueError),
+    ],
+)
+def test_data_that_a_cluster_did_not_take_in(error: Exception, expected: type[Exception]) -> None:
+    """distributed's scheduler looks for the worker that took the data, which may have left."""
+
+    class Scattering:
+        def scatter(self, *args: object, **options: object) -> None:
+            raise error
+
+    with pytest.raises(expected):
+        jobs.run_scattered(cast(Client, Scattering()), Data(1, 8))
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -176,6 +176,11 @@ def run_scattered(client: Client, data: Data) -> None:
         scattered = client.scatter(blocks, hash=False, broadcast=data.seed % 3 == 0)
     except (OSError, TimeoutError) as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
+    except KeyError as error:
+        # The scheduler looks up the worker that took the data (`Scheduler.update_data`), after that has left.
+        if "://" not in str(error):
+            raise
+        raise Refused(f"{error} left while data was sent to it") from error
     for number in range(_PASSES):
         sums = [
             client.submit(total, one, other, pure=False)
