@@ -94,7 +94,8 @@ class Evictor:
             while True:
                 done = self._spiller.step() is not None
                 with self._metadata as state:
-                    if self._metadata.closed or (done and not (state.spilling or state.queue)):
+                    gone = not (state.spilling or state.queue or self._metadata.others_letting_go())
+                    if self._metadata.closed or (done and gone):
                         break
                 if done:
                     time.sleep(_PAUSE)  # another thread has the last ones in hand
@@ -115,12 +116,14 @@ class Evictor:
             others were writing meanwhile is waited for, and counts too.
         """
         freed = 0
+        counted: set[object] = set()
         with self._metadata as state:
             state.retry()
         while freed < nbytes:
             with self._metadata as state:
                 if self._metadata.closed:
                     break
+                going = self._metadata.others_letting_go()
                 used = state.memory.used
                 sizes = {pid: state.ledger.entries[pid].nbytes for pid in self._spiller.choose(state, nbytes - freed)}
                 dropped = used - state.memory.used
@@ -133,9 +136,14 @@ class Evictor:
                         entry = state.ledger.entries.get(pid)
                         freed += size if entry is None or not entry.resident else 0
             elif not dropped:
-                if not spilling or self._engine.spilling_here:
+                if not going and (not spilling or self._engine.spilling_here):
                     break
                 time.sleep(_PAUSE)  # another thread has the last ones in hand
                 with self._metadata as state:
                     freed += max(0, used - state.memory.used)
+                    now = self._metadata.others_letting_go()
+                freed += sum(going[each] for each in going.keys() - now.keys() - counted)
+                counted |= now.keys() - going.keys()  # it had not left before, and is counted already
+        while counted & self._metadata.others_letting_go().keys():
+            time.sleep(_PAUSE)
         return freed

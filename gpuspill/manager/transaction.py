@@ -149,6 +149,7 @@ class Metadata:
         self._owner = threading.Condition(self._lock)
         self._depth = 0
         self._deferred: list[Callable[[], object]] = []
+        self._letting_go: dict[object, tuple[int, int]] = {}
         forks.tell(self)
 
     def disown(self) -> None:
@@ -163,6 +164,7 @@ class Metadata:
         self.admissions.clear()
         self.promises.clear()
         self._deferred.clear()
+        self._letting_go.clear()
         self._grant_all()
 
     def _grant_all(self) -> None:
@@ -300,13 +302,19 @@ class Metadata:
                         self.totals["wait"] += self.clock() - admission.asked_at
                     granted.append(admission)
             deferred, self._deferred = self._deferred, []
+            going = object()
+            if self.promptly and values:
+                self._letting_go[going] = threading.get_ident(), nbytes
         finally:
             self._depth -= 1
             self._lock.release()
             if engine is not None:
                 engine.wake()
         if self.promptly:
-            values.clear()
+            try:
+                values.clear()
+            finally:
+                self._letting_go.pop(going, None)
             self._delete(receipts)
             receipts, nbytes = [], 0
         for admission in granted:
@@ -321,6 +329,11 @@ class Metadata:
                 action()
             except Exception:
                 logger.exception("what a finaliser asked for failed")
+
+    def others_letting_go(self) -> dict[object, int]:
+        """Return what other threads are letting go of, and its bytes: it has left, and its memory is not free yet."""
+        here = threading.get_ident()
+        return {going: nbytes for going, (ident, nbytes) in list(self._letting_go.items()) if ident != here}
 
     def _let_go(self, values: list[object], receipts: list[Receipt], loosened: list[int]) -> None:
         engine = self.engine

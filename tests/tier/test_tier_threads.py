@@ -2,12 +2,14 @@
 
 import random
 import threading
+import time
+import types
 from contextlib import suppress
 
 import numpy as np
 import pytest
 
-from gpuspill.manager import ProxifyManager
+from gpuspill.manager import ProxifyManager, limits
 from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import MemoryStore
@@ -107,4 +109,45 @@ def test_any_interleaving(memory, limit, host_limit):
     assert len(host) == 0
     assert device.statistics().live_bytes == 0
     assert device.statistics().violations == 0
+    host.close()
+
+
+@pytest.mark.parametrize("who", ["out of memory", "evict all"])
+def test_what_another_thread_is_letting_go_of_is_waited_for(monkeypatch, who):
+    """It has left by then: nothing is being spilled, and its memory is not free yet."""
+    device = SimulatedDevice(KB)
+    let_go, began, go = device.let_go, threading.Event(), threading.Event()
+
+    def late(held):
+        began.set()
+        assert go.wait(60)
+        let_go(held)
+
+    monkeypatch.setattr(device, "let_go", late)
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        go.set()
+        time.sleep(seconds)
+
+    host = ProxifyManager(limit=None, store=MemoryStore(), serializer=PickleSerializer(), sizeof=lambda value: 8)
+    tier = DeviceTier(device, host, limit=None)
+    skeleton = tier.proxify(asarray(np.zeros(100), device=device))
+    other = threading.Thread(target=tier.manager.limits.evict_all)
+    other.start()
+    assert began.wait(60)
+    monkeypatch.setattr(limits, "time", types.SimpleNamespace(sleep=sleep))
+    if who == "out of memory":
+        assert device.allocate(800).nbytes == 800
+        assert device.statistics().failed_allocations == 0
+    else:
+        tier.manager.limits.evict_all()
+        assert device.statistics().live_bytes == 0
+    assert slept
+    go.set()
+    other.join(60)
+    assert not other.is_alive()
+    del skeleton
+    tier.close()
     host.close()
