@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from gpuspill.classes import attribute_of, identities, named
 
-__all__ = ["kinds", "replace"]
+__all__ = ["is_container", "kinds", "replace"]
 
 #: Never of interest, and most of what large lists consist of.
 _PLAIN: Final = identities(bool, bytearray, bytes, complex, float, int, str, type(None))
@@ -62,7 +62,7 @@ def kinds(value: Any) -> dict[int, type]:
             if ident in _PLAIN or ident in found:
                 continue
             first = next(part for part in level if id(type(part)) == ident)
-            if ident not in _FAST and not _is_container(first):
+            if ident not in _FAST and not is_container(first):
                 found[ident] = type(first)
                 continue
             same = level if len(idents) == 1 else [part for part in level if id(type(part)) == ident]
@@ -101,13 +101,14 @@ def replace(value: Any, replacement: Callable[[Any], Any], boring: Container[int
     TypeError
         A container that would have to be rebuilt cannot be: its type does not let itself be copied.
     """
-    if not _is_container(value):
+    if not is_container(value):
         return value if id(type(value)) in _PLAIN or id(type(value)) in boring else replacement(value)
     found = _Findings(value, replacement, boring)
     return found.rebuild(value) if found.replaced else value
 
 
-def _is_container(item: Any) -> bool:
+def is_container(item: Any) -> bool:
+    """Whether an object is looked into."""
     # By the type and not by what the object says of itself: stand-ins for containers, such as mocks, are none.
     cls = type(item)
     return issubclass(cls, list | tuple | dict) or attribute_of(cls, _FIELDS) is not None
@@ -150,7 +151,7 @@ class _Findings:
                 ident = id(part)
                 if ident in self.items:
                     self._parents.setdefault(ident, []).append(id(container))
-                elif _is_container(part):
+                elif is_container(part):
                     self.items[ident] = part
                     self._parents[ident] = [id(container)]
                     stack.append(part)

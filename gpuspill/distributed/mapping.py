@@ -44,7 +44,7 @@ from gpuspill.manager.admission import Admission
 from gpuspill.manager.statistics import Statistics
 from gpuspill.manager.story import Event
 from gpuspill.storage.buffers import BufferPool
-from gpuspill.tier import DeviceTier, Internal, Skeleton
+from gpuspill.tier import DeviceTier, Internal, Prepared, Skeleton
 from gpuspill.tier.tier import lost
 
 __all__ = ["SpillStore", "SpilledSize"]
@@ -84,7 +84,8 @@ class SpillStore(MutableMapping[Hashable, object]):
     manager, settings, pool, records, tier
         As given.
     on_store
-        ``on_store(key, value)`` is told of every value that is about to be stored decoded, and returns what the worker
+        ``on_store(key, value)`` is told of every value that is about to be stored decoded (or of what the tier
+        :meth:`~gpuspill.tier.DeviceTier.prepare`-d of it), and returns what the worker
         believes to be its size, in bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on
         the event loop; the worker knows because the task's thread measured it.
     passes_on
@@ -155,6 +156,9 @@ class SpillStore(MutableMapping[Hashable, object]):
             if self.tier is not None:
                 self.tier.settle()
             return
+        given = value  # what the tier takes
+        if type(value) is Prepared:
+            value = value.value
         if type(value) is Wire:
             self.manager.store_encoded(key, value.encoded)
             return
@@ -163,7 +167,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             # Whoever is sent it has to get something else in its place, which nobody would notice in a record.
             self.manager.store(key, value, 0, spillable=False)
             return
-        nbytes = None if self.on_store is None else self.on_store(key, value)
+        nbytes = None if self.on_store is None else self.on_store(key, given)
         claimed = self.claims.take(value)
         self._estimated.note(key, claimed)
         if claimed is not None:
@@ -177,7 +181,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         touched = self.passes_on is None or not self.passes_on(key)
         if self.tier is not None:
             # The worker's size is that of the whole value; what is on the device is counted there.
-            skeleton = self.tier.proxify(value, key, touched=touched)
+            skeleton = self.tier.proxify(given, key, touched=touched)
             if skeleton is not value:
                 self._estimated.note(key, None)
                 self.manager.store(key, skeleton, self.tier.host_nbytes(skeleton, nbytes), spillable=False)

@@ -59,6 +59,7 @@ from gpuspill.manager.transaction import BATCH, at_once
 
 if TYPE_CHECKING:
     from gpuspill.distributed.attachment import Attachment
+    from gpuspill.tier import DeviceTier
 
 __all__ = ["Nanny", "Unproxied", "Worker", "claims_of", "spilling_class"]
 
@@ -66,6 +67,8 @@ logger = logging.getLogger("gpuspill")
 
 _VIEW: ContextVar[View | None] = ContextVar("gpuspill_view", default=None)
 _JOB: ContextVar[Job | None] = ContextVar("gpuspill_job", default=None)
+#: Takes the result of a task apart, in the thread that made it.
+_PREPARE: ContextVar[Callable[[Any], Any] | None] = ContextVar("gpuspill_prepare", default=None)
 _CALLER: ContextVar[Any] = ContextVar("gpuspill_caller", default=None)
 
 
@@ -103,15 +106,20 @@ def spilling_class(base: Any) -> Any:
             # No coroutine of its own: every task comes by here, and most often there is nothing to do.
             attachment = self._gpuspill
             ts = self.state.tasks.get(key)
-            if attachment is None or ts is None or ts.run_spec is None or attachment.runs_freely(ts.prefix):
-                return super().execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
+            execute = super().execute
+            if attachment is None or ts is None or ts.run_spec is None:
+                return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
+            if attachment.store.tier is not None and key not in self.state.actors:
+                execute = partial(_execute_and_prepare, execute, attachment.store.tier)
+            if attachment.runs_freely(ts.prefix):
+                return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
             inputs = inputs_of(self, ts)
             if len(inputs) > BATCH:
-                return _execute_with_many_inputs(self, super().execute, ts, inputs, stimulus_id)
+                return _execute_with_many_inputs(self, execute, ts, inputs, stimulus_id)
             job = at_once(attachment.admit(ts.key, ts.prefix, inputs, ts.priority or ()))
             if job is None:
-                return super().execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
-            return _execute_admitted(self, super().execute, ts, job, stimulus_id)
+                return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
+            return _execute_admitted(self, execute, ts, job, stimulus_id)
 
         async def get_data(
             self,
@@ -217,6 +225,15 @@ def _after_storing(action: Callable[[], object]) -> None:
     """
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, action)
+
+
+async def _execute_and_prepare(execute: Callable[..., Any], tier: DeviceTier, key: Any, *, stimulus_id: str) -> Any:
+    """Run a task, and take its result apart in its thread: the event loop, which stores it, would stand still."""
+    token = _PREPARE.set(partial(tier.prepare, label=key))
+    try:
+        return await execute(key, stimulus_id=stimulus_id)
+    finally:
+        _PREPARE.reset(token)
 
 
 # -- a task's inputs -----------------------------------------------------------------------------
@@ -331,7 +348,7 @@ def _itself(node: GraphNode) -> GraphNode:
 def _prepares_inputs(executor: Any) -> bool:
     """Make an executor prepare the inputs of a task in the thread that runs it, if it can. Idempotent.
 
-    What a task returns is asked there, too, for what it claims to have.
+    What a task returns is asked there, too, for what it claims to have, and taken apart if it may be on a device.
     """
     # The test is distributed's own: it decides how the task is run.
     if "ThreadPoolExecutor" not in str(type(executor)) or executor is _offload_executor:
@@ -342,15 +359,15 @@ def _prepares_inputs(executor: Any) -> bool:
     claims = Claims()
 
     def prepare_and_submit(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        job = _JOB.get()
+        job, prepare = _JOB.get(), _PREPARE.get()
         if job is None or job.claimed:
-            return submit(_run_and_ask, claims, fn, *args, **kwargs)
+            return submit(_run_and_ask, claims, prepare, fn, *args, **kwargs)
         job.claimed = True
         context = copy_context()  # what is read here is booked on the task
 
         def run() -> Any:
             context.run(job.prepare)
-            return _run_and_ask(claims, fn, *args, **kwargs)
+            return _run_and_ask(claims, prepare, fn, *args, **kwargs)
 
         return submit(run)
 
@@ -362,12 +379,17 @@ def _prepares_inputs(executor: Any) -> bool:
     return True
 
 
-def _run_and_ask(claims: Claims, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run_and_ask(
+    claims: Claims, prepare: Callable[[Any], Any] | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     outcome = fn(*args, **kwargs)
     if type(outcome) is dict and outcome.get("op") == "task-finished":
         if claims.parked:
             _give_plain(outcome)
         claims.ask(outcome["result"])
+        if prepare is not None:
+            with suppress(Exception):  # then whoever stores it meets the same
+                outcome["result"] = prepare(outcome["result"])
     return outcome
 
 

@@ -23,6 +23,6 @@ from __future__ import annotations
 
 from gpuspill.tier.statistics import TierStatistics
 from gpuspill.tier.tier import DeviceTier
-from gpuspill.tier.units import Internal, Skeleton
+from gpuspill.tier.units import Internal, Prepared, Skeleton
 
-__all__ = ["DeviceTier", "Internal", "Skeleton", "TierStatistics"]
+__all__ = ["DeviceTier", "Internal", "Prepared", "Skeleton", "TierStatistics"]

@@ -11,7 +11,7 @@ from gpuspill.device.arrays import ArrayAdapter, ArrayDescription, ArrayRegistry
 from gpuspill.device.port import Device
 from gpuspill.errors import cut_loose
 from gpuspill.tier.composites import Families
-from gpuspill.walk import kinds
+from gpuspill.walk import is_container, kinds
 
 __all__ = ["Finder", "Kind"]
 
@@ -54,6 +54,12 @@ class Finder:
         found = kinds(value)
         boring = {ident for ident, cls in found.items() if not self._concerns(cls)}
         return None if len(boring) == len(found) else boring
+
+    def has_parts(self, value: Any) -> bool:
+        """Whether to take a value apart takes longer the more is in it: a container, or a composite. Fast."""
+        if is_container(value):
+            return True
+        return self._families is not None and self._families.takes_apart(type(value))
 
     def _concerns(self, cls: type) -> bool:
         adapter = self._registry.adapter(cls)

@@ -30,7 +30,7 @@ from gpuspill.tier.read import Reader, lost
 from gpuspill.tier.registry import Book
 from gpuspill.tier.serializer import DeviceSerializer
 from gpuspill.tier.statistics import TierStatistics
-from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton, Unit
+from gpuspill.tier.units import DeviceMemory, Leaf, Prepared, Skeleton, Unit
 
 __all__ = ["DeviceTier", "lost"]
 
@@ -147,10 +147,30 @@ class DeviceTier:
         self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
         self.ahead = Lookahead(self.manager, self._guard.verify)
         entry = Entry(device, self._book, self.manager)
-        self._disassembler = Disassembler(Finder(device, registry, families), self._book, entry, self.settle)
+        self._finder = Finder(device, registry, families)
+        self._disassembler = Disassembler(self._finder, self._book, entry, self.settle)
         self._reader = Reader(self.manager, Builder(registry, families, self._book), self.settle, self._guard.verify)
 
     # -- in ----------------------------------------------------------------------------------------
+
+    def prepare(self, value: Any, label: Hashable = None) -> Any:
+        """Take a value with parts apart before it is stored, in the calling thread, which is none that others wait for.
+
+        Parameters
+        ----------
+        value, label
+            As for :meth:`proxify`.
+
+        Returns
+        -------
+        object
+            What :meth:`proxify` and :meth:`new_nbytes` take in the place of the value, and then have nothing left to
+            look for; the value itself if that is quickly done at any time.
+        """
+        if self.manager.inherited or not self._finder.has_parts(value):
+            return value
+        new_nbytes = self.new_nbytes(value)
+        return Prepared(value, self.proxify(value, label), new_nbytes)
 
     def proxify(self, value: Any, label: Hashable = None, *, touched: bool = True) -> Any:
         """Return a :class:`Skeleton` of a value that has something on the device; any other value itself.
@@ -161,7 +181,7 @@ class DeviceTier:
         Parameters
         ----------
         value
-            Anything. What cannot be taken apart is returned as it is.
+            Anything, :meth:`prepare`-d or not. What cannot be taken apart is returned as it is.
         label
             Under which room was promised to it, by :meth:`admit`.
         touched
@@ -174,6 +194,8 @@ class DeviceTier:
         self._guard.verify()
         if label is not None:
             self.manager.admission.settle(label)
+        if type(value) is Prepared:
+            return value.found
         found = self._disassembler.disassemble(value)
         if found is not value:
             try:
@@ -318,7 +340,7 @@ class DeviceTier:
 
     def new_nbytes(self, value: Any) -> int:
         """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
-        return self._disassembler.new_nbytes(value)
+        return value.new_nbytes if type(value) is Prepared else self._disassembler.new_nbytes(value)
 
     def host_nbytes(self, skeleton: Skeleton, nbytes: int | None) -> int:
         """Bytes that a skeleton takes in host memory.

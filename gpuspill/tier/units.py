@@ -17,7 +17,7 @@ from gpuspill.device.arrays import Recipe
 from gpuspill.device.port import Allocation, AllocationId
 from gpuspill.ending import Ending
 
-__all__ = ["Dead", "DeviceMemory", "Internal", "Leaf", "Skeleton", "Unit", "Watch"]
+__all__ = ["Dead", "DeviceMemory", "Internal", "Leaf", "Prepared", "Skeleton", "Unit", "Watch"]
 
 #: Whether a skeleton died, and units to be counted down by whoever comes next.
 Dead: TypeAlias = "deque[tuple[bool, tuple[Unit, ...]]]"
@@ -193,3 +193,24 @@ class Skeleton:
 
     def __reduce__(self) -> Any:
         raise TypeError("what stands for a value on the device cannot be pickled; resolve it first")
+
+
+class Prepared:
+    """A value that was taken apart before it is stored, by a thread that has time for that.
+
+    Parameters
+    ----------
+    value
+        The value.
+    found
+        Its skeleton; the value itself if it has nothing on the device.
+    new_nbytes
+        Bytes of its memory on the device that were not known before, each allocation once.
+    """
+
+    __slots__ = ("found", "new_nbytes", "value")
+
+    def __init__(self, value: Any, found: Any, new_nbytes: int) -> None:
+        self.value = value
+        self.found = found
+        self.new_nbytes = new_nbytes

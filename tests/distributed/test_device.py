@@ -1,21 +1,26 @@
 """Workers with a device: what their tasks return is on it, and spilled from there."""
 
 import asyncio
+import dataclasses
 import gc
 import operator
+import threading
+from collections import Counter
 
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Event, get_worker, wait
+from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
 
 import gpuspill
-from gpuspill import simulated
+from gpuspill import simulated, walk
 from gpuspill.config import Settings
 from gpuspill.device.past_host import PastHost, Trust
 from gpuspill.distributed import factory, sending
 from gpuspill.distributed.devices import device_limit, find_device
+from gpuspill.distributed.serialization import DeviceFamilies
 from gpuspill.errors import ConfigError, DataLostError
 from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
 from gpuspill.simulated.arrays import current as current_device
@@ -380,6 +385,136 @@ async def test_without_a_device_there_is_no_tier(c, s, a):
     assert a.data.tier is None
     statistics = a.data.statistics()
     assert (statistics.device_limit, statistics.device_nbytes) == (None, 0)
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """By thread, how many containers and other objects were looked at to find what is on the device."""
+    looked = Counter()
+
+    def counting(parts):
+        def count(container):
+            for part in parts(container):
+                looked[threading.get_ident()] += 1
+                yield part
+
+        return count
+
+    monkeypatch.setattr(walk, "_FAST", {ident: counting(parts) for ident, parts in walk._FAST.items()})
+    monkeypatch.setattr(walk, "_parts", counting(walk._parts))
+    take_apart = DeviceFamilies.take_apart
+
+    def counted(self, value):
+        looked[threading.get_ident()] += 1
+        return take_apart(self, value)
+
+    monkeypatch.setattr(DeviceFamilies, "take_apart", counted)
+    return looked
+
+
+class Table:
+    """A composite: columns on the device."""
+
+    def __init__(self, *columns):
+        self.columns = columns
+
+
+@cuda_serialize.register(Table)
+def _(table):
+    return {}, list(table.columns)
+
+
+@cuda_deserialize.register(Table)
+def _(header, frames):
+    return Table(*frames)
+
+
+class Foreign:
+    """Has no equality and no hash."""
+
+    def __eq__(self, other):
+        raise TypeError("not to be compared")
+
+    __hash__ = None
+
+
+LARGE = {
+    "scalars": lambda: [np.float64(i) for i in range(10_000)],
+    "nested": lambda: [[{"x": i}, (np.float64(i),)] for i in range(1000)],
+    "foreign": lambda: [Foreign() for _ in range(1000)],
+    "arrays": lambda: {i: [make(i, 80), np.float64(i)] for i in range(100)},
+    "composite": lambda: Table(make(1), make(2)),
+    "composites": lambda: [Table(make(1), make(2)), Table(make(3))],
+}
+
+
+@on_device()
+@pytest.mark.parametrize("kind", LARGE)
+@pytest.mark.parametrize("with_input", [False, True])
+async def test_results_are_taken_apart_in_their_tasks_thread(c, s, a, device, looked_at, kind, with_input):
+    """Once: not on the event loop, which would stand still the longer the more there is in a value."""
+    first = c.submit(make, 1, key="first")
+    await wait(first)
+    await off_device(a)
+    x = c.submit((lambda _: LARGE[kind]()) if with_input else LARGE[kind], *[first][:with_input], key="x")
+    await wait(x)
+    assert looked_at.pop(threading.get_ident(), 0) == 0
+    assert looked_at
+    on_device = kind not in ("scalars", "nested", "foreign")
+    assert (type(a.data.manager.peek("x")) is Skeleton) is on_device
+    statistics = await checked(a)
+    assert statistics.device_nbytes == device.statistics().live_bytes
+    assert a._gpuspill.device_sizes.expected("x") == (statistics.device_nbytes - with_input * CHUNK)
+    await off_device(a)
+    assert not device.statistics().live_bytes
+    same = await c.submit(lambda x, kind: _same(x, LARGE[kind]()), x, kind)
+    assert same
+
+
+def _same(one, other):
+    if type(one) is Table:
+        one, other = one.columns, other.columns
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is dict:
+        return list(one) == list(other) and all(map(_same, one.values(), other.values()))
+    if type(one) is Array:
+        return bool((one == other).all())
+    return type(one) is type(other) and (type(one) is Foreign or one == other)
+
+
+@dataclasses.dataclass
+class Counting:
+    """An actor that a walk would look into."""
+
+    array: Array
+
+    def get(self):
+        return int(self.array[0])
+
+
+@on_device()
+async def test_actors_are_themselves(c, s, a, device):
+    actor = await c.submit(lambda: Counting(make(7)), actor=True)
+    assert await actor.get() == 7
+
+
+@on_device()
+async def test_a_result_that_nobody_wants_any_more_leaves_nothing(c, s, a, device):
+    began, go = Event("began"), Event("go")
+
+    def late():
+        began.set()
+        go.wait()
+        return [make(1), Table(make(2))]
+
+    x = c.submit(late, key="x")
+    await began.wait()
+    await x.cancel()
+    await async_poll_for(lambda: "x" not in a.state.tasks or a.state.tasks["x"].state == "cancelled", timeout=10)
+    await go.set()
+    await async_poll_for(lambda: not (a.state.tasks or a.data.tier.statistics().units), timeout=10)
+    assert device.statistics().live_bytes == 0
 
 
 @on_device(limits=("1 MiB",))
