@@ -102,7 +102,7 @@ class Candidates:
             return
         if pid in self._held or pid in self._blocked:
             return
-        if entry.refused:
+        if entry.rare is not None and entry.refused:
             self._blocked[pid] = None
             return
         # What goes with a value that keeps others alive is more than what it is charged itself.

@@ -98,7 +98,7 @@ class Lifetimes:
         if entry.has(Tier.DISK):
             self._records.forget(entry)
         self._charges.forget(entry)
-        if entry.parts:
+        if entry.rare is not None:
             self._let_go_of_parts(entry)
         self._read_ahead.gone(pid)
         self._ledger.forget(entry)

@@ -94,7 +94,9 @@ class Restores:
         """The value is in memory again, read and verified."""
         entry = self._entry(pid)
         entry.complete()
-        renewed, entry.renewed = entry.renewed, False
+        renewed = entry.rare is not None and entry.renewed
+        if renewed:
+            entry.renewed = False
         self._charges.complete_restore()
         self._counters.restores += 1
         self._counters.restored_nbytes += entry.nbytes

@@ -82,6 +82,8 @@ class Slabs:
 
     def sizes(self, nbytes: int) -> list[int]:
         """Return the sizes of the blocks from which so many bytes are put together, largest first."""
+        if self._smallest <= nbytes <= self._slab_nbytes and not nbytes & (nbytes - 1):
+            return [nbytes]
         whole, rest = divmod(nbytes, self._slab_nbytes)
         step = max(self._smallest, 1 << max(0, (rest - 1).bit_length() - 4)) if rest else 1
         rest = -(-rest // step) * step

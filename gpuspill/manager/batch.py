@@ -177,7 +177,11 @@ class Gatherer:
             result.set_result({})
             return
         urgency = Urgency.TASK if admission.reservation.kind is Kind.TASK else Urgency.SEND
-        pending = [(key, self._restorer.start(key, pid, admission, urgency)) for key, pid in admission.pids.items()]
+        items = list(admission.pids.items())
+        if self._together is not None and len(items) > 1 and not self._metadata.inherited:
+            pending = self._together.start(items, admission, urgency)
+        else:
+            pending = [(key, self._restorer.start(key, pid, admission, urgency)) for key, pid in items]
         self._deliver(pending, result, partial(self._admitter.settle_inputs, admission))
 
     # -- as they are ---------------------------------------------------------------------------------

@@ -164,12 +164,14 @@ class ProxifyManager:
             observer=observer,
             sharing=sharing,
         )
-        together = None if loads_together is None else TogetherRestorer(metadata, store, self._restorer, loads_together)
+        together = None
+        if loads_together is not None:
+            together = TogetherRestorer(metadata, self.engine, store, self._restorer, loads_together)
         self._intake = Intake(metadata, sharing, sizes, sizeof, store, observer)
         self.admission = Admitter(metadata, threads, stalls)
         self.batch = Gatherer(metadata, threads, serializer, self._restorer, self.admission, together)
         self.limits = Evictor(metadata, threads, self._spiller)
-        self.uses = Prefetcher(metadata, self._restorer)
+        self.uses = Prefetcher(metadata, self._restorer, together)
 
     # -- values come and go --------------------------------------------------------------------------
 

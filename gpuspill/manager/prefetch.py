@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable
 from gpuspill.core.policy import Order
 from gpuspill.core.residency import State
 from gpuspill.manager.restore import Restorer
+from gpuspill.manager.restore_together import TogetherRestorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Urgency
 from gpuspill.manager.transaction import Metadata, batches, deferred, reads, skipped
@@ -19,7 +20,7 @@ class Prefetcher:
 
     Parameters
     ----------
-    metadata, restorer
+    metadata, restorer, together
         The manager's.
 
     Notes
@@ -27,8 +28,9 @@ class Prefetcher:
     Thread-safe; nothing blocks.
     """
 
-    def __init__(self, metadata: Metadata, restorer: Restorer) -> None:
+    def __init__(self, metadata: Metadata, restorer: Restorer, together: TogetherRestorer | None = None) -> None:
         self._metadata = metadata
+        self._together = together
         self._restorer = restorer
 
     @property
@@ -101,6 +103,9 @@ class Prefetcher:
                     begun.append((key, entry.pid, restore))
             if not room:
                 break
-        for key, pid, restore in begun:
-            self._restorer.queue(key, pid, restore, Urgency.AHEAD)
+        if self._together is not None:
+            self._together.queue(begun, Urgency.AHEAD)
+        else:
+            for key, pid, restore in begun:
+                self._restorer.queue(key, pid, restore, Urgency.AHEAD)
         return len(begun)

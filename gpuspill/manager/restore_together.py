@@ -9,13 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 from gpuspill.errors import cut_loose
 from gpuspill.manager.admission import Admission
 from gpuspill.manager.ports import Encoded, LoadsTogether
 from gpuspill.manager.restore import Restorer
+from gpuspill.manager.slots import Restore
 from gpuspill.manager.story import Happened
+from gpuspill.manager.threads import Engine, Urgency
 from gpuspill.manager.transaction import Metadata
 from gpuspill.storage.base import Receipt, Store
 
@@ -30,7 +34,7 @@ class TogetherRestorer:
 
     Parameters
     ----------
-    metadata, store, restorer
+    metadata, engine, store, restorer
         The manager's.
     loads
         See `loads_together` of :class:`~gpuspill.manager.ProxifyManager`.
@@ -41,8 +45,11 @@ class TogetherRestorer:
     of what both want do not wait for each other.
     """
 
-    def __init__(self, metadata: Metadata, store: Store, restorer: Restorer, loads: LoadsTogether) -> None:
+    def __init__(
+        self, metadata: Metadata, engine: Engine, store: Store, restorer: Restorer, loads: LoadsTogether
+    ) -> None:
         self._metadata = metadata
+        self._engine = engine
         self._store = store
         self._restorer = restorer
         self._loads = loads
@@ -52,41 +59,126 @@ class TogetherRestorer:
 
         Parameters, and what is raised, as for :meth:`Restorer.bring <gpuspill.manager.restore.Restorer.bring>`.
         """
-        ours: list[int] = []
-        futures: list[tuple[Hashable, int, Future[Any]]] = []
+        values: dict[Hashable, Any] = {}
+        pending: list[tuple[Hashable, int, Future[Any]]] = []
         for start in range(0, len(items), _TOGETHER):
+            ours: list[int] = []
             with self._metadata:
                 alone = self._metadata.may_not_wait
                 for key, pid in () if alone else items[start : start + _TOGETHER]:
-                    entry = self._metadata.entry(key, pid)
-                    future: Future[Any] = Future()
-                    if self._restorer.ready(entry):
-                        future.set_result(self._restorer.hit(entry))
-                    else:
-                        try:
-                            future = restore = self._restorer.begin(key, pid, admission)
-                        except Exception as error:
-                            future.set_exception(error)
-                        else:
-                            if restore.claim():
-                                ours.append(pid)
-                    futures.append((key, pid, future))
+                    future = self._begin(key, pid, admission, values)
+                    if future is not None:
+                        pending.append((key, pid, future))
+                        if isinstance(future, Restore) and future.claim():
+                            ours.append(pid)
             if threading.get_ident() == self._restorer.loop_thread:
                 self._restorer.loop_io += len(ours)
             self._restore(ours)
-            ours = []
-        waited = {pid for _, pid, _ in futures}
-        values = {key: self._restorer.bring(key, pid, admission) for key, pid in items if pid not in waited}
-        for key, pid, future in futures:
+        begun = {pid for _, pid, _ in pending}
+        for key, pid in items:
+            if key not in values and pid not in begun:
+                values[key] = self._restorer.bring(key, pid, admission)
+        for key, pid, future in pending:
             # Another thread may be at it, and wait for this one.
             settled = future.done() or not self._metadata.held_here
             values[key] = self._restorer.outcome(key, future) if settled else self._restorer.copy(key, pid)
         return values
 
-    def _restore(self, pids: Sequence[int]) -> None:
+    def start(
+        self, items: Sequence[tuple[Hashable, int]], admission: Admission | None, urgency: Urgency
+    ) -> list[tuple[Hashable, Future[Any]]]:
+        """Return futures of the values of several proxies by key, restored together on a restore thread.
+
+        As :meth:`Restorer.start <gpuspill.manager.restore.Restorer.start>`: another thread may claim any of them first.
+        """
+        futures: list[tuple[Hashable, Future[Any]]] = []
+        for start in range(0, len(items), _TOGETHER):
+            begun: list[tuple[Hashable, int, Restore]] = []
+            values: dict[Hashable, Any] = {}
+            with self._metadata:
+                alone = self._metadata.may_not_wait
+                for key, pid in () if alone else items[start : start + _TOGETHER]:
+                    future = self._begin(key, pid, admission, values)
+                    if future is None:
+                        future = Future()
+                        future.set_result(values[key])
+                    elif isinstance(future, Restore):
+                        begun.append((key, pid, future))
+                    futures.append((key, future))
+            if alone:
+                futures += [
+                    (key, self._restorer.start(key, pid, admission, urgency))
+                    for key, pid in items[start : start + _TOGETHER]
+                ]
+            self.queue(begun, urgency)
+        return futures
+
+    def queue(self, begun: Sequence[tuple[Hashable, int, Restore]], urgency: Urgency) -> None:
+        """Put restores that were begun in line, as one piece of work, unless they are being done or as far in front."""
+        with self._metadata:
+            ahead = [
+                each
+                for each in begun
+                if each[2].reader is None and (each[2].urgency is None or each[2].urgency > urgency)
+            ]
+            if len(ahead) > 1:
+                for _, _, restore in ahead:
+                    restore.urgency = urgency  # where it was in line before, it will be found done
+        if len(ahead) > 1:
+            # In a copy of the caller's context, by which the observer tells on whose behalf it is read.
+            if self._engine.submit(partial(copy_context().run, self._run, ahead, urgency), urgency):
+                return
+            with self._metadata:
+                for _, _, restore in ahead:
+                    restore.urgency = None
+        for key, pid, restore in ahead:
+            self._restorer.queue(key, pid, restore, urgency)
+
+    def _run(self, begun: Sequence[tuple[Hashable, int, Restore]], urgency: Urgency) -> None:
+        """Do, in this thread, what no thread has claimed of restores that were begun together. Blocks."""
+        with self._metadata:
+            ours = [each for each in begun if each[2].claim()]
+        rest = set(self._restore([pid for _, pid, _ in ours], alone=False))
+        if not rest:
+            return
+        # What is on disk is read by all threads there are, as if it had come one by one.
+        left = [each for each in ours if each[1] in rest]
+        with self._metadata:
+            for _, _, restore in left:
+                restore.reader = restore.urgency = None
+        for key, pid, restore in left[1:]:
+            self._restorer.queue(key, pid, restore, urgency)
+        self._restorer.run(left[0][1], left[0][2])
+
+    def _begin(
+        self, key: Hashable, pid: int, admission: Admission | None, values: dict[Hashable, Any]
+    ) -> Future[Any] | None:
+        """Under the lock: put a value that is ready in its place, and return None; else what to wait for."""
+        entry = self._metadata.entry(key, pid)
+        if self._restorer.ready(entry):
+            values[key] = self._restorer.hit(entry)
+            return None
+        try:
+            return self._restorer.begin(key, pid, admission)
+        except Exception as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _restore(self, pids: Sequence[int], *, alone: bool = True) -> list[int]:
         """Bring several values back, which the caller has claimed; never raises an Exception.
 
-        What cannot be had together comes by itself, after the others.
+        Parameters
+        ----------
+        pids
+            The proxies.
+        alone
+            Whether what cannot be had together comes by itself, after the others.
+
+        Returns
+        -------
+        list of int
+            The proxies of those that are left; none, if they came by themselves.
         """
         pending = list(pids)
         try:
@@ -106,12 +198,13 @@ class TogetherRestorer:
             for future, value in restores:
                 assert future is not None
                 future.set_result(value)
-            while pending:
+            while alone and pending:
                 self._restorer.restore(pending.pop())
         except BaseException as error:
             for pid in pending:
                 self._restorer.fail(pid, error)
             raise
+        return pending
 
     def _load(self, pids: Sequence[int]) -> tuple[dict[int, Any], dict[int, Any]]:
         """Return the values of proxies that somebody still has, and of those that can be had together.

@@ -14,7 +14,7 @@ import ctypes
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -101,17 +101,24 @@ class PinnedPool:
         self._counts = {"lent": 0, "refused": 0}
 
     def allocate(self, nbytes: int) -> list[memoryview] | None:
-        """Return pinned memory for so many bytes, in parts; None if there is none now.
+        """Return pinned memory for so many bytes; as :meth:`allocate_together`."""
+        return self.allocate_together([nbytes])[0]
+
+    def allocate_together(self, sizes: Sequence[int]) -> list[list[memoryview] | None]:
+        """Return pinned memory for several things of so many bytes, each in parts; None for those for which is none.
 
         Contents are whatever the last user left. Each part is the caller's with every view made of it.
         """
-        if nbytes < _SMALLEST or self._closed or not self._opened():
-            return None
-        found = self._take(nbytes)
-        if found is None and self._ask_for_more(nbytes):
-            found = self._take(nbytes)  # it may have been done at once
+        found: list[list[memoryview] | None] = [None] * len(sizes)
+        if self._closed or not self._opened():
+            return found
+        places = [place for place, nbytes in enumerate(sizes) if nbytes >= _SMALLEST]
+        left = self._take(sizes, places, found)
+        if left and self._ask_for_more(sum(sizes[place] for place in left)):
+            left = self._take(sizes, left, found)  # it may have been done at once
         with self._lock:
-            self._counts["refused" if found is None else "lent"] += 1
+            self._counts["lent"] += len(places) - len(left)
+            self._counts["refused"] += len(left)
         return found
 
     def _opened(self) -> bool:
@@ -127,24 +134,33 @@ class PinnedPool:
                     self._slabs = Slabs(self._slab_nbytes, _SMALLEST)
         return self._limit >= self._slab_nbytes
 
-    def _take(self, nbytes: int) -> list[memoryview] | None:
+    def _take(self, sizes: Sequence[int], places: Sequence[int], found: list[list[memoryview] | None]) -> list[int]:
+        """Put memory for what is at some places there, as far as there is some; returns the others."""
+        taken: list[tuple[int, list[tuple[Block, memoryview]]]] = []
+        left = []
         with self._lock:
             self._settle()
-            blocks = self._slabs.take(nbytes)
-            if blocks is None:
-                return None
-            views = [self._buffers[block.slab].view[block.offset : block.offset + block.nbytes] for block in blocks]
-        parts = []
-        for block, view in zip(blocks, views, strict=True):
-            leaf = (ctypes.c_ubyte * block.nbytes).from_buffer(view)
-            leaf._pool = self  # type: ignore[attr-defined]
-            lease = _Lease(leaf, self._on_death)
-            lease.block, lease.view = block, view
-            self._lent[id(lease)] = lease
-            part = memoryview(leaf).cast("B")
-            parts.append(part[:nbytes] if nbytes < block.nbytes else part)
-            nbytes -= block.nbytes
-        return parts
+            whole = {slab: buffer.view for slab, buffer in self._buffers.items()}
+            for place in places:
+                blocks = self._slabs.take(sizes[place])
+                if blocks is None:
+                    left.append(place)
+                else:
+                    taken.append((place, [(each, whole[each[0]][each[1] : each[1] + each[2]]) for each in blocks]))
+        for place, blocks_and_views in taken:
+            nbytes = sizes[place]
+            parts = found[place] = []
+            for block, view in blocks_and_views:
+                size = block[2]
+                leaf = (ctypes.c_ubyte * size).from_buffer(view)
+                leaf._pool = self  # type: ignore[attr-defined]
+                lease = _Lease(leaf, self._on_death)
+                lease.block, lease.view = block, view
+                self._lent[id(lease)] = lease
+                part = memoryview(leaf).cast("B")
+                parts.append(part[:nbytes] if nbytes < size else part)
+                nbytes -= size
+        return left
 
     def owns(self, memory: object) -> bool:
         """Whether what a view is of (``view.obj``) is memory of a slab."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from gpuspill.core.line import LAST, Kind
@@ -13,8 +13,11 @@ from gpuspill.tier.units import Unit
 
 __all__ = ["Lookahead"]
 
-#: So many units are brought, or wait for room for that, at a time.
+#: So many are brought, or wait for room for that, at a time: units, or several that are small.
 _AT_MOST = 8
+#: Units that are brought together, and their bytes, at most.
+_TOGETHER = 256
+_TOGETHER_NBYTES = 64 * 2**20
 
 
 class Lookahead:
@@ -44,8 +47,8 @@ class Lookahead:
         self._verify = verify
         self._asked: dict[Unit, Admission] = {}
 
-    def bring(self, units: Iterable[Unit]) -> int:
-        """Ask for room for units that are going to be needed in this order, and bring each when it has some.
+    def bring(self, values: Iterable[Iterable[Unit]]) -> int:
+        """Ask for room for the units of values that are needed in this order, and bring them when they have some.
 
         Where there is no room it is made, by spilling, if what would leave first is needed later. Tasks that wait for
         room are served first.
@@ -56,23 +59,52 @@ class Lookahead:
             For how many units room was asked for.
         """
         begun = 0
-        for unit in units:
-            if unit in self._asked:
-                continue
-            if len(self._asked) >= _AT_MOST:
+        for group in self._groups(values):
+            asked = self._ask(group)
+            # One by one, if there is not room for all of them.
+            for unit in () if asked or len(group) == 1 else group:
+                if not self._ask([unit]):
+                    return begun
+                begun += 1
+            if asked:
+                begun += len(group)
+            elif len(group) == 1:
                 break
-            try:
-                if self._manager.tier_of(unit) is Tier.HOST:
-                    continue
-                if not self._manager.uses.worth_making_room(unit, unit.nbytes + self.headroom):
-                    break
-                admission = self._manager.admission.admit(None, [unit], self.headroom, kind=Kind.AHEAD, order=LAST)
-            except KeyError:
-                continue  # given up meanwhile
-            self._asked[unit] = admission
-            begun += 1
-            admission.add_done_callback(partial(self._bring, unit, admission))
         return begun
+
+    def _groups(self, values: Iterable[Iterable[Unit]]) -> Iterator[list[Unit]]:
+        """Yield the units of values that are to be brought, small ones of one value together: as they are copied."""
+        for units in values:
+            group: list[Unit] = []
+            nbytes = 0
+            for unit in units:
+                try:
+                    if unit in self._asked or self._manager.tier_of(unit) is Tier.HOST:
+                        continue
+                except KeyError:
+                    continue  # given up meanwhile
+                if group and (nbytes + unit.nbytes > _TOGETHER_NBYTES or len(group) == _TOGETHER):
+                    yield group
+                    group, nbytes = [], 0
+                group.append(unit)
+                nbytes += unit.nbytes
+            if group:
+                yield group
+
+    def _ask(self, group: Sequence[Unit]) -> bool:
+        """Ask for room for some units. Returns False if that is not worth it, or there are enough who wait."""
+        if len(set(self._asked.values())) >= _AT_MOST:
+            return False
+        nbytes = sum(unit.nbytes for unit in group)
+        try:
+            if not self._manager.uses.worth_making_room(group[0], nbytes + self.headroom):
+                return False
+            admission = self._manager.admission.admit(None, group, self.headroom, kind=Kind.AHEAD, order=LAST)
+        except KeyError:
+            return True  # one was given up meanwhile; the others are asked for the next time
+        self._asked.update(dict.fromkeys(group, admission))
+        admission.add_done_callback(partial(self._bring, group, admission))
+        return True
 
     def needed_now(self, units: Iterable[Unit]) -> None:
         """Stop asking for room for units: somebody has asked for room for them on account of a task."""
@@ -81,11 +113,12 @@ class Lookahead:
             if admission is not None and not admission.granted:
                 admission.release()
 
-    def _bring(self, unit: Unit, admission: Admission) -> None:
-        """There is room for a unit, or it is not wanted any more."""
+    def _bring(self, group: Sequence[Unit], admission: Admission) -> None:
+        """There is room for some units, or they are not wanted any more."""
 
         def end(_: object = None) -> None:
-            self._asked.pop(unit, None)
+            for unit in group:
+                self._asked.pop(unit, None)
             admission.release()
 
         if not admission.granted or admission.overrun:

@@ -245,10 +245,11 @@ class Book:
     def note(self, unit: Unit, recipe: Recipe, array: Any) -> Any:
         """Remember an array on a unit; returns the one to use, since another thread may have made one meanwhile."""
         with self._lock:
-            ref = unit.arrays.get(recipe)
-            existing = None if ref is None else ref()
-            if existing is not None:
-                return existing
+            if unit.arrays:  # else it need not be hashed
+                ref = unit.arrays.get(recipe)
+                existing = None if ref is None else ref()
+                if existing is not None:
+                    return existing
             if len(unit.arrays) >= _MANY_ARRAYS:
                 unit.arrays = {known: ref for known, ref in unit.arrays.items() if ref() is not None}
             with suppress(TypeError):
@@ -257,10 +258,11 @@ class Book:
 
     def array(self, memory: DeviceMemory, recipe: Recipe) -> Any:
         """Return an array on a unit that is on the device: the one there was, if somebody still has it."""
-        ref = memory.unit.arrays.get(recipe)
-        array = None if ref is None else ref()
-        if array is not None:
-            return array
+        if memory.unit.arrays:
+            ref = memory.unit.arrays.get(recipe)
+            array = None if ref is None else ref()
+            if array is not None:
+                return array
         array = self._registry.rebuild(recipe, memory.allocation)
         # A buffer that is its own owner would seem in use for ever.
         return array if array is memory.keeper else self.note(memory.unit, recipe, array)

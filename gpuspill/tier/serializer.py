@@ -96,10 +96,11 @@ class DeviceSerializer:
         parts: list[Part] = []
         pinned: list[Part] = []
         found = []
-        for allocation in allocations:
-            buffers = None if self._pinned is None else self._pinned.allocate(allocation.nbytes)
+        sizes = [allocation.nbytes for allocation in allocations]
+        lent = [None] * len(sizes) if self._pinned is None else self._pinned.allocate_together(sizes)
+        for allocation, nbytes, buffers in zip(allocations, sizes, lent, strict=True):
             where = parts if buffers is None else pinned
-            buffers = [self._allocate(allocation.nbytes)] if buffers is None else buffers
+            buffers = [self._allocate(nbytes)] if buffers is None else buffers
             where += _parts(allocation, buffers)
             found.append(buffers)
         self._copy(allocations, lambda: self._copier.to_host_together(parts, pinned))
@@ -231,6 +232,8 @@ class DeviceSerializer:
 
 def _parts(allocation: Allocation, buffers: Sequence[memoryview]) -> list[Part]:
     """Return which buffer has which bytes of an allocation that they are parts of."""
+    if len(buffers) == 1 and buffers[0].nbytes == allocation.nbytes:
+        return [Part(allocation, 0, buffers[0])]
     parts = []
     offset = 0
     for buffer in buffers:

@@ -331,7 +331,7 @@ class DeviceTier:
 
     def prefetch(self, values: Iterable[Any]) -> int:
         """Begin to bring what values have, which are going to be needed in this order; see :meth:`Lookahead.bring`."""
-        return self.ahead.bring(unit for value in values if type(value) is Skeleton for unit in value.units)
+        return self.ahead.bring(value.units for value in values if type(value) is Skeleton)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would leave half of the limit free."""

@@ -160,6 +160,68 @@ def test_they_come_back_by_one_wait(make, waits):
     rig.check()
 
 
+def test_they_come_back_by_one_wait_on_another_thread(make, waits):
+    rig = make()
+    rig.leave()
+    waits.clear()
+    found = rig.tier.resolve_later({"x": rig.skeleton}).result(30)
+    assert len([event for event in waits if event.copy is not None]) == 1
+    assert rig.tier.statistics().restores == COUNT
+    np.testing.assert_array_equal([asnumpy(part) for part in found["x"]], EXPECTED)
+    rig.validate()
+
+
+def test_they_are_brought_ahead_of_use_by_one_wait(make, waits):
+    rig = make()
+    rig.leave()
+    waits.clear()
+    assert rig.tier.prefetch([rig.skeleton]) == COUNT
+    rig.tier.resolve_later({"x": rig.skeleton}).result(30)
+    assert len([event for event in waits if event.copy is not None]) == 1
+    assert rig.tier.statistics().restores == COUNT
+    rig.check()
+
+
+def test_what_waits_in_line_is_taken_over_by_a_thread_that_needs_it(make):
+    rig = make()
+    rig.leave()
+    manager = rig.tier.manager
+    held, release = threading.Event(), threading.Event()
+
+    def occupy():
+        held.set()
+        release.wait(30)
+
+    for _ in range(2):  # every restore thread there is
+        held.clear()
+        manager.engine.submit(occupy)
+        assert held.wait(30)
+    later = rig.tier.resolve_later({"x": rig.skeleton})
+    assert not later.done()
+    rig.check()  # by this thread
+    assert len(later.result(30)["x"]) == COUNT
+    release.set()
+    assert rig.tier.statistics().restores == COUNT
+
+
+def test_what_went_to_disk_is_read_by_all_restore_threads(make, monkeypatch):
+    rig = make(host_limit=0)
+    rig.leave()
+    readers, both = set(), threading.Barrier(2)
+    read = rig.tier._records.read
+
+    def watched(*args, **kwargs):
+        if threading.get_ident() not in readers:
+            readers.add(threading.get_ident())
+            both.wait(30)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(rig.tier._records, "read", watched)
+    rig.tier.resolve_later({"x": rig.skeleton}).result(30)
+    assert len(readers) == 2
+    rig.check()
+
+
 def test_what_a_reader_has_is_the_same_for_another(make):
     rig = make()
     rig.leave()
