@@ -130,7 +130,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "storage_delay": (0.0, SECONDS),
     "device": ("auto", DEVICE),
     "device_memory_limit": ("auto", DEVICE_LIMIT),
-    "device_fence": ("device", FENCE),
+    "device_fence": ("stream", FENCE),
     "pinned_memory": (0.25, PINNED),
     "gds": (None, GDS),
     "store": (None, STORE),

@@ -350,7 +350,7 @@ def suite(
 @click.option(
     "--fence",
     type=click.Choice(["device", "stream"]),
-    default="device",
+    default="stream",
     show_default=True,
     help="With --link: how whoever computed is waited for, as gpuspill.device-fence.",
 )

@@ -95,7 +95,7 @@ class LinkJob(Job):
 
     link: float
     model: str = "h200"
-    fence: str = "device"
+    fence: str = "stream"
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:

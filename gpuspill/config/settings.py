@@ -72,9 +72,11 @@ class Settings:
         Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``: 0.8. None: no limit;
         values leave it when it is full.
     device_fence
-        How whoever computed on a device is waited for before a copy. ``"device"``: the whole device is, with copies to
-        it that are under way. ``"stream"``: its default stream, and so all but streams that were made not to wait for
-        that (``cudaStreamNonBlocking``, as PyTorch's are): copies go in both directions at the same time.
+        How whoever computed on a device is waited for before a copy. ``"stream"``: its default stream, with all that
+        wait for that, and the streams that arrays say they are used on. Copies go in both directions at the same time.
+        ``"device"``: the whole device, with copies to it that are under way. That is for tasks that return, unfinished,
+        what they compute on streams that do not wait for the default one (``cudaStreamNonBlocking``; so are PyTorch's
+        other than its default one) and of which arrays say nothing.
     pinned_memory
         Bytes of host memory to pin at most for what has left the device, or a fraction of the host limit (``0.25``).
         Copies to pinned memory are done at the speed of the link. 0: none.
@@ -115,7 +117,7 @@ class Settings:
     buffer_pool: int = 128 * 2**20
     device: str | None = "auto"
     device_memory_limit: int | float | Literal["auto"] | None = "auto"
-    device_fence: Literal["device", "stream"] = "device"
+    device_fence: Literal["device", "stream"] = "stream"
     pinned_memory: int | float = 0.25
     gds: str | None = None
     follow_process_memory: bool = True

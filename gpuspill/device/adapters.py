@@ -167,6 +167,11 @@ class CupyAdapter(ArrayAdapter):
         pointer = cupy.cuda.MemoryPointer(block, layout.offset)
         return cupy.ndarray(layout.shape, np.dtype(layout.dtype), pointer, layout.strides)
 
+    def stream(self, value: Any) -> tuple[int, object]:
+        """Return the current stream of the calling thread: arrays have none."""
+        stream: Any = sys.modules[self.library].cuda.get_current_stream()
+        return int(stream.ptr), stream
+
 
 class NumbaAdapter(ArrayAdapter):
     """Device arrays of Numba; not those of its simulator, which are in host memory."""
@@ -216,6 +221,10 @@ class NumbaAdapter(ArrayAdapter):
         numba_cuda: Any = sys.modules[self.library]
         array = numba_cuda.as_cuda_array(_Interface(memory, layout), sync=False)
         return array if layout.stream is None else array.bind(layout.stream)
+
+    def stream(self, value: Any) -> tuple[int, object]:
+        """Return the stream that an array is bound to."""
+        return int(value.stream or 0), value.stream
 
 
 class RmmAdapter(ArrayAdapter):
@@ -308,6 +317,11 @@ class TorchAdapter(ArrayAdapter):
         size = layout.itemsize
         typed = raw[: memory.nbytes // size * size].view(getattr(torch, layout.dtype))
         return torch.as_strided(typed, layout.shape, [step // size for step in layout.strides], layout.offset // size)
+
+    def stream(self, value: Any) -> tuple[int, object]:
+        """Return the current stream of the calling thread: tensors have none."""
+        stream: Any = sys.modules[self.library].cuda.current_stream(value.device)
+        return int(stream.cuda_stream), stream
 
 
 class InterfaceAdapter(ArrayAdapter):

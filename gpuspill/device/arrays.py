@@ -21,12 +21,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from gpuspill.classes import ClassTable, attribute_of
 from gpuspill.device.port import AllocationId, Layout
 
 __all__ = ["ArrayAdapter", "ArrayDescription", "ArrayRegistry", "Recipe", "estimated_nbytes"]
+
+
+#: Up to here handles of streams are names of default streams: that of the process, and that of each thread.
+_PER_THREAD: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,13 @@ class ArrayAdapter(ABC):
             The library cannot have an array there.
         """
 
+    def stream(self, value: Any) -> tuple[int, object] | None:
+        """Return the stream on which an array is used, as the driver has it, and what keeps that; None if not known.
+
+        The library's current stream of the calling thread, if arrays have none of their own. May raise anything.
+        """
+        return None
+
     def describes(
         self, identity: AllocationId, owner: object, layout: Layout, token: object = None
     ) -> ArrayDescription:
@@ -202,6 +213,18 @@ class ArrayRegistry:
             # What an object does when asked for its properties is not ours; it is not an array to us then.
             return None
 
+    def stream(self, value: object) -> tuple[int, object] | None:
+        """Return the stream on which an array is used, as the driver has it, and what keeps that, if anything does.
+
+        None if nothing says so, or if it is a default stream.
+        """
+        adapter = self.adapter(type(value))
+        try:
+            found = _interface_stream(value) if adapter is None else adapter.stream(value)
+        except Exception:
+            return None  # whatever an object does when asked for its properties
+        return None if found is None or found[0] <= _PER_THREAD else found
+
     def is_on_device(self, value: object) -> bool:
         """Whether `value` is an array whose memory is on a device, as far as anybody knows."""
         adapter = self.adapter(type(value))
@@ -256,6 +279,14 @@ def interface_layout(value: object) -> tuple[Layout, int] | None:
     address, read_only = interface["data"]
     layout = Layout(0, shape, tuple(int(step) for step in strides), typestr, itemsize, not read_only)
     return layout, int(address or 0)
+
+
+def _interface_stream(value: object) -> tuple[int, object] | None:
+    """Return what ``__cuda_array_interface__`` says of the stream on which an object was filled."""
+    if attribute_of(type(value), "__cuda_array_interface__") is None:
+        return None
+    stream = value.__cuda_array_interface__.get("stream")  # type: ignore[attr-defined]
+    return None if stream is None else (int(stream), None)
 
 
 def estimated_nbytes(value: object) -> int | None:

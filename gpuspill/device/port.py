@@ -42,8 +42,9 @@ Ordering
 Enqueueing says nothing about when. Three things order work B after work A: both are on one stream; the stream of B
 waited for an event of A's stream that was recorded after A (:meth:`Stream.wait`, which blocks no thread); or a host
 thread observed that A is done before it enqueued B. **A copy from an allocation must be ordered after its
-producer.** Where the producer's stream is known, record an event there; where it is not, which is the rule for what
-tasks return, :meth:`Device.synchronize` observes everything. A copy *into* an allocation must be ordered after
+producer.** Where the producer's stream is known, record an event there (:meth:`Device.produced`); where it is not,
+which is the rule for what tasks return, :meth:`Device.fences` has events that cover all producers that it can know of,
+or else :meth:`Device.synchronize` observes everything. A copy *into* an allocation must be ordered after
 every use of the bytes it replaces.
 
 Completion
@@ -421,6 +422,13 @@ class Device(ABC):
         """Return an event for all that was enqueued so far for an allocation, by whomever and on whatever stream.
 
         Never blocks. None, which is the default, where the device does not know: synchronise with all of it instead.
+        """
+        return None
+
+    def produced(self, stream: Any) -> Event | None:
+        """Return an event for all that was enqueued so far on a stream of somebody's, by the driver's handle.
+
+        Never blocks. None, which is the default, where that cannot be had.
         """
         return None
 

@@ -95,7 +95,11 @@ class Disassembler:
 
     def _array(self, item: Any, found: ArrayDescription, units: dict[Unit, None]) -> Leaf | None:
         """Return what stands for an array or an opaque object, whose unit `units` then has; None if it has to stay."""
-        unit = self._entry.join_object(item, found) if found.recipe is None else self._entry.join(item, found)
+        unit = (
+            self._entry.join_object(item, found)
+            if found.recipe is None
+            else self._entry.join(item, found, self._finder.stream(item))
+        )
         if unit is None:
             return None
         self._count(unit, units)
@@ -116,7 +120,7 @@ class Disassembler:
             if found is None:
                 leaves.append(frame)
                 continue
-            joined = self._entry.join(None, found)
+            joined = self._entry.join(None, found, self._finder.stream(frame))
             assert joined is not None, f"{found.identity} was borrowed and now cannot be"
             self._count(joined, units)
             leaves.append(Leaf(joined, _frame_recipe(found)))

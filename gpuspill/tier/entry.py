@@ -37,7 +37,7 @@ class Entry:
         self._book = book
         self._manager = manager
 
-    def join(self, array: Any, found: ArrayDescription) -> Unit | None:
+    def join(self, array: Any, found: ArrayDescription, stream: tuple[int, Any] | None = None) -> Unit | None:
         """Return the unit of an array; None if its memory cannot be moved.
 
         Parameters
@@ -47,10 +47,12 @@ class Entry:
             has in hand.
         found
             Its description.
+        stream
+            On which it is used, with what keeps it; see :meth:`Finder.stream <gpuspill.tier.finding.Finder.stream>`.
         """
         unit = self._book.join(found.identity, found.token, found.owner)
         if unit is not None:
-            self._note(unit, array, found)
+            self._note(unit, array, found, stream)
             return unit
         try:
             allocation = self._device.borrow(found.identity, found.owner, found.token)
@@ -58,14 +60,14 @@ class Entry:
             return None
         new = self._book.create(found.identity.nbytes, estimated=found.estimated)
         memory = DeviceMemory(new, allocation, found.owner, found.token)
-        self._note(new, array, found)  # in use: it stays here until the walk is over
+        self._note(new, array, found, stream)  # in use: it stays here until the walk is over
         self._book.watch(memory)
         # Before it can be found by others. No lock is held, so another thread may do the same.
         self._manager.store(new, memory, new.nbytes)
         unit = self._book.enter(memory, unless_known=True)
         if unit is not new:
             self._withdraw(new)
-            self._note(unit, array, found)
+            self._note(unit, array, found, stream)
         return unit
 
     def join_object(self, item: Any, found: ArrayDescription) -> Unit:
@@ -84,7 +86,9 @@ class Entry:
         self._book.give_up(unit)
         self._manager.discard(unit)
 
-    def _note(self, unit: Unit, array: Any, found: ArrayDescription) -> None:
+    def _note(self, unit: Unit, array: Any, found: ArrayDescription, stream: tuple[int, Any] | None) -> None:
+        if stream is not None:
+            unit.streams[stream[0]] = stream[1]
         # A buffer that is its own owner would seem in use for ever.
         if array is not None and array is not found.owner:
             assert found.recipe is not None

@@ -89,6 +89,16 @@ class Finder:
         # Without a recipe it is opaque: only the families can move it.
         return None if found.recipe is None and self._families is None else found
 
+    def stream(self, item: Any) -> tuple[int, Any] | None:
+        """Return a stream that has to be waited for by itself before an array is copied, and what keeps it.
+
+        If nothing does, it is there now, as the array is: an event of it, or None if there can be none.
+        """
+        found = self._registry.stream(item)
+        if found is None or found[1] is not None:
+            return found
+        return found[0], self._device.produced(found[0])
+
     def take_apart(self, composite: Any) -> tuple[Any, list[tuple[Any, ArrayDescription | None]]] | None:
         """Return the header and the frames of a composite, described where they are on the device.
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from gpuspill.device.past_host import PastHost
-from gpuspill.device.port import Allocation, AllocationId, Device, DeviceError
+from gpuspill.device.port import Allocation, AllocationId, Device, DeviceError, Event
 from gpuspill.device.values import Part
 from gpuspill.errors import StorageError
 from gpuspill.manager.ports import Serialized
@@ -80,59 +80,81 @@ class DeviceSerializer:
         if isinstance(value, DeviceObject):
             return self._dump_object(value)
         assert isinstance(value, DeviceMemory)
-        return Serialized(str(value.unit.number).encode(), [_UnitStream(self, value.allocation)])
+        return Serialized(str(value.unit.number).encode(), [_UnitStream(self, value.allocation, value.unit)])
 
-    def read(self, allocation: Allocation) -> memoryview:
-        """Copy an allocation to ordinary host memory of its own."""
-        buffer = self._allocate(allocation.nbytes)
-        self._copy([allocation], partial(self._copier.to_host, allocation, buffer))
+    def read(self, source: _UnitStream) -> memoryview:
+        """Copy a unit to ordinary host memory of its own."""
+        buffer = self._allocate(source.nbytes)
+        self._copy([source], partial(self._copier.to_host, source.allocation, buffer))
         return buffer
 
-    def read_together(self, allocations: Sequence[Allocation]) -> list[list[memoryview]]:
-        """Copy several allocations to host memory, each to its own: observed together, copied together.
+    def read_together(self, sources: Sequence[_UnitStream]) -> list[list[memoryview]]:
+        """Copy several units to host memory, each to its own: ordered together, copied together.
 
         Each is in parts, of pinned memory if there is some.
         """
         parts: list[Part] = []
         pinned: list[Part] = []
         found = []
-        sizes = [allocation.nbytes for allocation in allocations]
+        sizes = [source.nbytes for source in sources]
         lent = [None] * len(sizes) if self._pinned is None else self._pinned.allocate_together(sizes)
-        for allocation, nbytes, buffers in zip(allocations, sizes, lent, strict=True):
+        for source, nbytes, buffers in zip(sources, sizes, lent, strict=True):
             where = parts if buffers is None else pinned
             buffers = [self._allocate(nbytes)] if buffers is None else buffers
-            where += _parts(allocation, buffers)
+            where += _parts(source.allocation, buffers)
             found.append(buffers)
-        self._copy(allocations, lambda: self._copier.to_host_together(parts, pinned))
+        self._copy(sources, lambda: self._copier.to_host_together(parts, pinned))
         return found
 
-    def copy_to(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
-        """Copy an allocation in pieces, each of which `sink` is called with."""
-        self._copy([allocation], partial(self._copier.onward, allocation, sink))
+    def copy_to(self, source: _UnitStream, sink: Callable[[memoryview], object]) -> None:
+        """Copy a unit in pieces, each of which `sink` is called with."""
+        self._copy([source], partial(self._copier.onward, source.allocation, sink))
 
-    def copy_into(self, allocation: Allocation, fd: int, before_each: Callable[[], object]) -> bool:
-        """Copy an allocation to the start of a file, past host memory. Returns False if that cannot be done."""
+    def copy_into(self, source: _UnitStream, fd: int, before_each: Callable[[], object]) -> bool:
+        """Copy a unit to the start of a file, past host memory. Returns False if that cannot be done."""
         assert self.past_host is not None
-        return self._copy([allocation], partial(self.past_host.write, allocation, fd, before_each))
+        # What writes files knows of no streams.
+        return self._copy([source], partial(self.past_host.write, source.allocation, fd, before_each), observed=True)
 
-    def _copy(self, allocations: Sequence[Allocation], copy: Callable[[], _T]) -> _T:
+    def _copy(self, sources: Sequence[_UnitStream], copy: Callable[[], _T], *, observed: bool = False) -> _T:
         problem: str | None = None
         try:
-            self._observe_producers(allocations)
+            self._follow_producers(sources, observed=observed)
             return copy()
         except DeviceError as error:
-            nbytes = sum(allocation.nbytes for allocation in allocations)
+            nbytes = sum(source.nbytes for source in sources)
             problem = f"could not copy {nbytes} bytes from {self._device!r}: {error}"
         # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
         raise StorageError(problem)
 
-    def _observe_producers(self, allocations: Sequence[Allocation]) -> None:
-        # Whoever computed what is there did so on a stream that is not known here.
-        events = self._device.fences(allocations)
+    def _follow_producers(self, sources: Sequence[_UnitStream], *, observed: bool) -> None:
+        """Order what is copied next after whoever computed what is there, or observe that this is done."""
+        events = self._events(sources)
         if events is None:
             self._device.synchronize()
-        for event in events or ():
-            event.wait()
+            return
+        copies = self._device.stream("to_host")
+        for event in events:
+            if observed:
+                event.wait()
+            else:
+                copies.wait(event)
+
+    def _events(self, sources: Sequence[_UnitStream]) -> list[Event] | None:
+        """Return events that cover all that was enqueued so far for some units; None if there are none such."""
+        events = self._device.fences([source.allocation for source in sources])
+        if events is None:
+            return None
+        found = dict.fromkeys(events)
+        streams: dict[int, Event | None] = {}
+        for source in sources:
+            for handle, kept in list(source.unit.streams.items()):
+                if isinstance(kept, Event):
+                    found[kept] = None
+                elif handle not in streams:
+                    streams[handle] = None if kept is None else self._device.produced(handle)
+        found.update((event, None) for event in streams.values() if event is not None)
+        return None if None in streams.values() else list(found)
 
     def _dump_object(self, memory: DeviceObject) -> Serialized:
         assert self._families is not None
@@ -250,10 +272,11 @@ class _UnitStream(FrameStream):
     of this copy or of something before it, is a StorageError: the unit stays where it is, and may be tried again.
     """
 
-    def __init__(self, serializer: DeviceSerializer, allocation: Allocation) -> None:
-        self.nbytes = allocation.nbytes
+    def __init__(self, serializer: DeviceSerializer, allocation: Allocation, unit: Unit) -> None:
+        self.nbytes = unit.nbytes
+        self.allocation = allocation
+        self.unit = unit
         self._serializer = serializer
-        self._allocation = allocation
 
     @property
     def past_host(self) -> bool:
@@ -264,16 +287,16 @@ class _UnitStream(FrameStream):
     @classmethod
     def read_together(cls, streams: Sequence[_UnitStream]) -> list[list[memoryview]]:
         """See :meth:`FrameStream.read_together`. They are of one serialiser."""
-        return streams[0]._serializer.read_together([stream._allocation for stream in streams])
+        return streams[0]._serializer.read_together(streams)
 
     def copy_into(self, fd: int, before_each: Callable[[], object]) -> bool:
         """See :meth:`FrameStream.copy_into`."""
-        return self._serializer.copy_into(self._allocation, fd, before_each)
+        return self._serializer.copy_into(self, fd, before_each)
 
     def copy_to(self, sink: Callable[[memoryview], object]) -> None:
         """See :meth:`FrameStream.copy_to`."""
-        self._serializer.copy_to(self._allocation, sink)
+        self._serializer.copy_to(self, sink)
 
     def read(self) -> memoryview:
         """See :meth:`FrameStream.read`."""
-        return self._serializer.read(self._allocation)
+        return self._serializer.read(self)

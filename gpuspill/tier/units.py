@@ -63,9 +63,12 @@ class Unit(Internal):
         The keys of which the device's manager knows when they are needed next.
     offered
         What keeps its memory although it has left, while a value on that is being stored.
+    streams
+        Streams on which it is used that may not be in order with the default one: what keeps each, or an event after
+        which its memory is filled, or None if there is neither.
     """
 
-    __slots__ = ("arrays", "estimated", "nbytes", "offered", "references", "users")
+    __slots__ = ("arrays", "estimated", "nbytes", "offered", "references", "streams", "users")
     called = "device allocation"
 
     def __init__(self, number: int, nbytes: int, *, estimated: bool = False) -> None:
@@ -75,6 +78,7 @@ class Unit(Internal):
         self.references = 0
         self.users: set[Any] = set()
         self.offered: Any = None
+        self.streams: dict[int, Any] = {}
         self.arrays: dict[Any, weakref.ref[Any]] = {}
 
     @property

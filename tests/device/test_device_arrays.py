@@ -611,3 +611,24 @@ def test_empty_numpy_arrays(registry):
         found = registry.describe(array)
         rebuilt = registry.rebuild(found.recipe, bytearray(found.identity.nbytes))
         assert (rebuilt.shape, rebuilt.dtype) == (array.shape, array.dtype)
+
+
+class Streamed:
+    """What says by the interface on which stream it was filled."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    @property
+    def __cuda_array_interface__(self):
+        data = {"data": (4096, False), "shape": (4,), "typestr": "|u1", "version": 3}
+        return data if self._stream is None else {**data, "stream": self._stream}
+
+
+@pytest.mark.parametrize(("said", "found"), [(4711, (4711, None)), (1, None), (2, None), (None, None), ("x", None)])
+def test_a_stream_that_has_to_be_waited_for_by_itself_is_told(said, found):
+    assert ArrayRegistry().stream(Streamed(said)) == found
+
+
+def test_arrays_on_the_host_have_no_stream():
+    assert ArrayRegistry().stream(np.zeros(3)) is None

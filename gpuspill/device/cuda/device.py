@@ -132,7 +132,8 @@ class GpuDevice(Device):
         Whom to ask when an allocation does not fit.
     fence_by_stream
         Whether whoever computed is waited for by an event of the default stream, and not by waiting for the device. It
-        is for all work but that of streams that do not wait for the default stream.
+        is for all work but that of streams that do not wait for the default stream, and of which nobody says that they
+        were used (:meth:`produced`).
 
     Notes
     -----
@@ -156,7 +157,7 @@ class GpuDevice(Device):
         self._copies = {"to_host": 0, "to_device": 0}
         self._copied_bytes = {"to_host": 0, "to_device": 0}
         self._pinned = PinnedBytes()
-        self.fence_by_stream = False
+        self.fence_by_stream = True
         self._default = GpuStream(self, driver, DEFAULT_STREAM, "default")
 
     @property
@@ -307,6 +308,18 @@ class GpuDevice(Device):
         known on which a library computed. The stream has to outlive what is returned.
         """
         return GpuStream(self, self._driver, handle, "producer")
+
+    def produced(self, stream: Handle) -> GpuEvent | None:
+        """Return an event for what was enqueued on a library's stream; None if the driver does not let itself be asked.
+
+        So it is while the stream is captured for a graph.
+        """
+        if not self.fence_by_stream:
+            return None
+        try:
+            return self.producer(stream).record()
+        except DeviceError:
+            return None
 
     def fences(self, allocations: Sequence[Allocation]) -> Sequence[GpuEvent] | None:
         """Return one event for all of them, if that is enough; see `fence_by_stream`."""

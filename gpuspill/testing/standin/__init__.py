@@ -106,7 +106,7 @@ class StandIn:
         library.standin_speed.argtypes = [ctypes.c_long, ctypes.c_double]
 
     def count(self, what: str) -> int:
-        """Return a count: ``live_bytes``, ``copies_to_host``, ``waits`` and others, or the calls of a function.
+        """Return a count: ``live_bytes``, ``pageable_copies``, ``waits`` and others, or the calls of a function.
 
         0 for a function that was never called.
         """

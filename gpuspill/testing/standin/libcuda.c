@@ -122,6 +122,7 @@ static size_t marks_used;
 static struct {
     long allocations, frees, copies_to_host, copies_to_device, copies_on_device, bytes_to_host, bytes_to_device;
     long waits, violations, streams, events, pinned_nbytes, pinned, host_touches;
+    long pageable_copies, pageable_bytes; /* with host memory that is not pinned */
 } counts;
 
 static __thread CUcontext stack[32];
@@ -540,10 +541,16 @@ static CUresult copy(const void *to, const void *from, size_t nbytes, CUstream h
     }
     if (!o->from.block) {
         counts.copies_to_device++, counts.bytes_to_device += (long)nbytes;
-        if (!pinned_at(from)) o->staged = memcpy(malloc(nbytes), from, nbytes);
+        if (!pinned_at(from)) {
+            counts.pageable_copies++, counts.pageable_bytes += (long)nbytes;
+            o->staged = memcpy(malloc(nbytes), from, nbytes);
+        }
     } else if (!o->to.block) {
         counts.copies_to_host++, counts.bytes_to_host += (long)nbytes;
-        wait |= !pinned_at(to);
+        if (!pinned_at(to)) {
+            counts.pageable_copies++, counts.pageable_bytes += (long)nbytes;
+            wait = 1;
+        }
     } else {
         counts.copies_on_device++;
     }
@@ -1028,7 +1035,7 @@ EXPORT long standin_count(const char *what) {
 #define COUNT(field) if (!strcmp(what, #field)) found = counts.field;
     COUNT(allocations) COUNT(frees) COUNT(copies_to_host) COUNT(copies_to_device) COUNT(copies_on_device)
     COUNT(bytes_to_host) COUNT(bytes_to_device) COUNT(waits) COUNT(violations) COUNT(streams) COUNT(events)
-    COUNT(pinned) COUNT(pinned_nbytes)
+    COUNT(pinned) COUNT(pinned_nbytes) COUNT(pageable_copies) COUNT(pageable_bytes)
     if (!strcmp(what, "live_bytes") || !strcmp(what, "live_allocations")) {
         found = 0;
         for (int i = 0; i < device_count; i++)
