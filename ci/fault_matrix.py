@@ -66,7 +66,7 @@ FAULTS: Mapping[str, str] = {
     "deleted meanwhile": f"{_MOVES} send receive",
     "overwritten meanwhile": f"{_MOVES} send receive",
     "changed in place meanwhile": "device→host host→disk",
-    "held by somebody": "device→host host→disk",
+    "held by user code": "device→host host→disk",
     "cancelled meanwhile": "host→disk disk→host host→device send receive",
     "closed meanwhile": f"{_MOVES} send receive release",
     "several threads at once": _ALL,

@@ -511,7 +511,7 @@ class _Complaining(Thing):
         raise ValueError("not without a word")
 
 
-@pytest.mark.fault("value's code raises anything", on="release", outcome="gone all the same")
+@pytest.mark.fault("value's code raises anything", on="release", outcome="gone, too")
 @pytest.mark.parametrize("spilled", [False, True])
 def test_a_value_whose_destructor_raises_goes_like_any_other(kit, monkeypatch, spilled):
     complaints = []

@@ -23,7 +23,7 @@ def kit() -> Iterator[Bench]:
     kit.close()
 
 
-@pytest.mark.fault("held by somebody", on="host→disk", outcome="stays; others go instead")
+@pytest.mark.fault("held by user code", on="host→disk", outcome="stays; others go instead")
 @pytest.mark.parametrize("kind", sorted(VALUES.keys() - SHARED))
 def test_a_value_that_somebody_holds_stays(kind):
     kit = Bench()
@@ -96,7 +96,7 @@ def test_one_that_is_held_stops_nobody(kit):
     assert kit.manager.keys_in(Tier.HOST) == ["held"]
 
 
-@pytest.mark.fault("held by somebody", on="host→disk", outcome="stays; others go instead")
+@pytest.mark.fault("held by user code", on="host→disk", outcome="stays; others go instead")
 def test_held_while_it_is_written(kit):
     """Somebody takes it up in the middle of the write: it stays, and the record is a clean copy."""
     taken = []

@@ -64,7 +64,7 @@ def make():
         kit.manager.close()
 
 
-@pytest.mark.fault("disk slow or stuck", on="host→disk", outcome="after a minute nobody waits for it")
+@pytest.mark.fault("disk slow or stuck", on="host→disk", outcome="after a minute no task waits for it")
 def test_a_write_that_hangs_is_not_waited_for(make, caplog):
     kit = make()
     manager = kit.manager

@@ -198,7 +198,7 @@ def test_containers_come_back_as_they_were(rig):
     np.testing.assert_array_equal(asnumpy(found.columns["x"]), np.arange(3))
 
 
-@pytest.mark.fault("held by somebody", on="device→host", outcome="stays; others go instead")
+@pytest.mark.fault("held by user code", on="device→host", outcome="stays; others go instead")
 def test_who_has_an_array_keeps_it_on_the_device(rig):
     array = asarray(np.arange(10.0))
     rig.put("x", array)
