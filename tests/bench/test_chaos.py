@@ -24,7 +24,7 @@ from gpuspill.bench.arms import ARMS, Arm
 from gpuspill.bench.chaos import cluster as chaos_cluster
 from gpuspill.bench.chaos import jobs, remains, trouble
 from gpuspill.bench.chaos.cluster import Outcome, RoundResult, bounded, run_round
-from gpuspill.bench.chaos.faults import _mapped, _standing_still
+from gpuspill.bench.chaos.faults import _being_written, _mapped, _standing_still
 from gpuspill.bench.chaos.jobs import Data, WrongAnswer, block, expect, expect_block, is_told_loss, total
 from gpuspill.bench.chaos.plan import Fault, JobSpec, Round, read, rounds
 from gpuspill.bench.chaos.run import chaos, is_fault_of_ours
@@ -196,6 +196,18 @@ def test_files_of_a_process(tmp_path: Path) -> None:
         assert [os.readlink(path) for path in found[2:]] == [f"{own / 'gone'} (deleted)"]
     assert remains.files_of(process.pid, [own])[1:] == []
     shutil.rmtree(shared)
+
+
+def test_files_that_are_being_written(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("read", "written", "both", "closed")]
+    for path in paths:
+        path.touch()
+    code = "; ".join(
+        f"f{mode[0]} = open({str(path)!r}, {mode!r})" for path, mode in zip(paths, ("r", "ab", "br+"), strict=False)
+    )
+    with child(code) as process:
+        inodes = {path.name: path.stat().st_ino for path in paths}
+        assert _being_written(process.pid) & set(inodes.values()) == {inodes["written"], inodes["both"]}
 
 
 def test_a_process_stands_still_meanwhile(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -194,7 +195,9 @@ class Injector:
                     file.seek(place)
                     file.write(bytes([byte[0] ^ 1 << random.randrange(8)]))
 
-        return self._damage(fault, nanny, pid, flip)
+        # Of a file that is being written the bytes are hashed as the system has them then, so a change before that is
+        # no damage but what was written. No disk can make it: the bytes are in the page cache.
+        return self._damage(fault, nanny, pid, flip, spared=_being_written)
 
     def _do_truncate(self, fault: Fault, nanny: Nanny, pid: int) -> bool:
         return self._damage(fault, nanny, pid, lambda path: os.truncate(path, os.stat(path).st_size // 2))
@@ -202,13 +205,20 @@ class Injector:
     def _do_remove(self, fault: Fault, nanny: Nanny, pid: int) -> bool:
         return self._damage(fault, nanny, pid, os.unlink)
 
-    def _damage(self, fault: Fault, nanny: Nanny, pid: int, damage: Callable[[str], object]) -> bool:
+    def _damage(
+        self,
+        fault: Fault,
+        nanny: Nanny,
+        pid: int,
+        damage: Callable[[str], object],
+        spared: Callable[[int], set[int]] = lambda pid: set(),
+    ) -> bool:
         hit = 0
         with _standing_still(pid):
             # A file that is mapped was verified, and is being sent. A disk does not change what is in memory already;
             # whoever writes to the file would.
-            mapped = _mapped(pid)
-            paths = [path for path in self._files(nanny, pid) if _inode(path) not in mapped]
+            untouched = _mapped(pid) | spared(pid)
+            paths = [path for path in self._files(nanny, pid) if _inode(path) not in untouched]
             for path in Random(f"{fault}").sample(paths, math.ceil(fault.share * len(paths))):
                 with suppress(OSError):  # deleted meanwhile; one without a name cannot be removed
                     damage(path)
@@ -322,6 +332,17 @@ def _mapped(pid: int) -> set[int]:
     """Return the inodes of the files that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {int(line.split()[4]) for line in lines}
+
+
+def _being_written(pid: int) -> set[int]:
+    """Return the inodes of the files that a process has open for writing."""
+    found = set()
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # closed meanwhile, if the process runs
+            flags = re.search(r"^flags:\s*([0-7]+)", Path(f"/proc/{pid}/fdinfo/{number}").read_text(), re.MULTILINE)
+            if flags is not None and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY:
+                found.add(os.stat(f"/proc/{pid}/fd/{number}").st_ino)
+    return found
 
 
 def _inode(path: str) -> int:
