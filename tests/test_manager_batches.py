@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gpuspill.errors import ManagerClosed
 from gpuspill.manager.ports import Encoded
 from gpuspill.manager.transaction import BATCH, at_once
 from gpuspill.testing.managers import Bench
@@ -57,7 +58,7 @@ ACTIONS: dict[str, Action] = {
     "missing_nbytes": lambda kit, keys: kit.manager.admission.missing_nbytes(keys),
     "get_many": lambda kit, keys: kit.manager.batch.get_many(keys).result(),
     "materialize": _pinned(lambda kit, admission: kit.manager.batch.materialize(admission)),
-    "export": _pinned(lambda kit, admission: kit.manager.batch.export(admission).result()),
+    "export": _pinned(lambda kit, admission: (kit.manager.batch.export(admission), kit.idle())),
     "expect": lambda kit, keys: kit.manager.uses.expect(keys, (1,), "task"),
     "drop": lambda kit, keys: kit.manager.uses.drop(keys, "task"),
     "prefetch": lambda kit, keys: kit.manager.uses.prefetch(keys),
@@ -94,6 +95,68 @@ def test_a_hold_of_the_lock_does_not_grow_with_the_number_of_keys(name):
     few, many = most_calls(ACTIONS[name], 2 * BATCH), most_calls(ACTIONS[name], 20 * BATCH)
     assert many <= few + BATCH, "calls during the longest hold"
     assert most_calls(ACTIONS[name], BATCH // 4) < few or few < BATCH, "it counts something"
+
+
+BEGIN: dict[str, Callable[[Bench, Any], Any]] = {
+    "export": lambda kit, admission: kit.manager.batch.export(admission),
+    "materialize_later": lambda kit, admission: kit.manager.batch.materialize_later(admission),
+    "get_many": lambda kit, admission: kit.manager.batch.get_many(admission.pids),
+}
+
+
+def on_disk(count: int) -> tuple[Bench, Any]:
+    """Return a bench with so many values on disk, and an admission of all of them."""
+    kit = Bench()
+    for number in range(count):
+        kit.manager.store(number, [number], 100)
+    kit.spill()
+    return kit, kit.manager.admission.admit(None, range(count))
+
+
+@pytest.mark.parametrize("name", BEGIN)
+def test_reads_of_many_values_are_begun_on_another_thread_than_the_event_loops(name):
+    kit, admission = on_disk(2 * BATCH)
+    future = BEGIN[name](kit, admission)
+    assert len(kit.engine.restores) == 1, "one piece of work begins all of them"
+    assert kit.store.statistics().reads == 0
+    kit.idle()
+    found = future.result(0)
+    assert found.keys() == set(range(2 * BATCH))
+    if name != "export":
+        assert found[7] == [7]
+    del found, future
+    admission.release()
+    kit.idle()
+    assert kit.manager.statistics().pinned_nbytes == 0
+    kit.close()
+
+
+@pytest.mark.parametrize("name", BEGIN)
+def test_reads_of_few_values_are_begun_at_once(name):
+    kit, admission = on_disk(BATCH)
+    BEGIN[name](kit, admission)
+    assert len(kit.engine.restores) == BATCH
+    kit.idle()
+    admission.release()
+    kit.close()
+
+
+@pytest.mark.parametrize("name", BEGIN)
+@pytest.mark.parametrize("end", ["cancelled", "closed"])
+def test_reads_of_many_values_that_have_not_been_begun(name, end):
+    """If they are given up nothing is read; if the store is closed meanwhile, whoever waits is told."""
+    kit, admission = on_disk(2 * BATCH)
+    future = BEGIN[name](kit, admission)
+    if end == "cancelled":
+        assert future.cancel()
+        admission.release()
+        kit.idle()
+        assert kit.store.statistics().reads == 0
+        assert kit.manager.statistics().pinned_nbytes == 0
+    kit.close()
+    if end == "closed":
+        with pytest.raises(ManagerClosed):
+            future.result(0)
 
 
 def test_nothing_stays_pinned_if_an_input_is_unknown():

@@ -19,7 +19,7 @@ from gpuspill.manager.restore import Restorer
 from gpuspill.manager.restore_together import TogetherRestorer
 from gpuspill.manager.slots import Restore
 from gpuspill.manager.threads import Engine, Urgency
-from gpuspill.manager.transaction import Metadata, batches, reads, refused
+from gpuspill.manager.transaction import BATCH, Metadata, batches, reads, refused
 from gpuspill.storage.base import Lend
 
 __all__ = ["Gatherer"]
@@ -93,7 +93,7 @@ class Gatherer:
                 continue  # it was deleted meanwhile
             break
         gathered = self.materialize_later(admission)
-        gathered.add_done_callback(lambda _: admission.release())
+        gathered.add_done_callback(lambda _: self._for_many(len(admission.pids), Urgency.SEND, admission.release))
         return gathered
 
     def _find(
@@ -165,10 +165,12 @@ class Gatherer:
         that nobody needs.
         """
         result: Future[dict[Hashable, Any]] = Future()
-        admission.add_done_callback(partial(copy_context().run, self._gather, admission, result))
+        urgency = Urgency.TASK if admission.reservation.kind is Kind.TASK else Urgency.SEND
+        gather = partial(copy_context().run, self._gather, admission, urgency, result)
+        admission.add_done_callback(partial(self._for_many, len(admission.pids), urgency, gather))
         return result
 
-    def _gather(self, admission: Admission, result: Future[dict[Hashable, Any]]) -> None:
+    def _gather(self, admission: Admission, urgency: Urgency, result: Future[dict[Hashable, Any]]) -> None:
         """Start the restores of what was admitted."""
         if result.cancelled():
             return
@@ -176,7 +178,6 @@ class Gatherer:
             self._admitter.settle_inputs(admission)
             result.set_result({})
             return
-        urgency = Urgency.TASK if admission.reservation.kind is Kind.TASK else Urgency.SEND
         items = list(admission.pids.items())
         if self._together is not None and len(items) > 1 and not self._metadata.inherited:
             pending = self._together.start(items, admission, urgency)
@@ -207,9 +208,16 @@ class Gatherer:
             In the future: a value cannot be read.
         """
         result: Future[dict[Hashable, Encoded | Any]] = Future()
+        export = partial(copy_context().run, self._export, admission, lend, result)
+        self._for_many(len(admission.pids), Urgency.SEND, export)
+        return result
+
+    def _export(self, admission: Admission, lend: Lend | None, result: Future[dict[Hashable, Encoded | Any]]) -> None:
+        """Start reading what is on disk of the inputs of an admission."""
+        if result.cancelled():
+            return
         pending = [(key, self._export_later(key, pid, result, lend)) for key, pid in admission.pids.items()]
         self._deliver(pending, result, lambda: None)
-        return result
 
     @refused("pin")
     def fetch(self, key: Hashable, *, lend: Lend | None = None) -> Encoded | Any:
@@ -293,6 +301,14 @@ class Gatherer:
         return future
 
     # -- both ----------------------------------------------------------------------------------------
+
+    def _for_many(self, count: int, urgency: Urgency, work: Callable[[], None]) -> None:
+        """Do `work` for so many keys: here if they are few, else on a restore thread. The caller may be an event loop.
+
+        `work` must not raise.
+        """
+        if count <= BATCH or not self._engine.submit(work, urgency):
+            work()
 
     def _deliver(
         self,
