@@ -19,6 +19,7 @@ class WatchedLock:
         self._lock = lock
         self._calls = 0
         self._depth = 0
+        self.holds = 0
         self.most = 0
 
     def acquire(self, *args: Any) -> bool:
@@ -26,6 +27,7 @@ class WatchedLock:
         self._depth += 1
         if self._depth == 1:
             self._calls = 0
+            self.holds += 1
         return taken
 
     def release(self) -> None:
@@ -95,6 +97,20 @@ def test_a_hold_of_the_lock_does_not_grow_with_the_number_of_keys(name):
     few, many = most_calls(ACTIONS[name], 2 * BATCH), most_calls(ACTIONS[name], 20 * BATCH)
     assert many <= few + BATCH, "calls during the longest hold"
     assert most_calls(ACTIONS[name], BATCH // 4) < few or few < BATCH, "it counts something"
+
+
+def test_few_inputs_take_one_hold_of_the_lock_to_be_pinned_and_one_to_be_let_go():
+    kit = Bench()
+    kit.manager.store("a", [1], 100)
+    metadata = kit.manager._metadata
+    lock = metadata._lock = WatchedLock(metadata._lock)  # type: ignore[assignment]
+    admission = kit.manager.admission.admit("out", ["a"], 10)
+    assert lock.holds == 1
+    admission.release()
+    assert lock.holds == 2
+    kit.manager.admission.pin(["a"]).release()
+    assert lock.holds == 4
+    kit.close()
 
 
 BEGIN: dict[str, Callable[[Bench, Any], Any]] = {

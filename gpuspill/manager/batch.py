@@ -13,7 +13,8 @@ from typing import Any, Literal
 from gpuspill.core.budget import Kind
 from gpuspill.core.policy import Order
 from gpuspill.errors import ManagerClosed, answerable, is_for_caller
-from gpuspill.manager.admission import Admission, Admitter
+from gpuspill.manager.admission import Admission
+from gpuspill.manager.admitter import Admitter
 from gpuspill.manager.ports import Encoded, Serializer
 from gpuspill.manager.restore import Restorer
 from gpuspill.manager.restore_together import TogetherRestorer

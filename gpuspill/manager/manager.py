@@ -20,7 +20,7 @@ from gpuspill.core.policy import MakePolicy
 from gpuspill.core.residency import State, Tier
 from gpuspill.core.sizes import SizeModel
 from gpuspill.device.shared_memory import SharedMemory
-from gpuspill.manager.admission import Admitter
+from gpuspill.manager.admitter import Admitter
 from gpuspill.manager.batch import Gatherer
 from gpuspill.manager.decode import Decoder, Disperse
 from gpuspill.manager.insert import Intake, Sharing
@@ -87,7 +87,7 @@ class ProxifyManager:
     Attributes
     ----------
     admission
-        Pins, and promises of room: :class:`~gpuspill.manager.admission.Admitter`.
+        Pins, and promises of room: :class:`~gpuspill.manager.admitter.Admitter`.
     batch
         Several values at once, for tasks and for transfers: :class:`~gpuspill.manager.batch.Gatherer`.
     uses

@@ -21,9 +21,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable
 from functools import partial, wraps
-from itertools import islice
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -370,11 +369,12 @@ class Metadata:
             self._store.delete(receipt)
 
 
-def batches(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
-    """Yield some items in tuples of at most :data:`BATCH`, each for one block of the lock."""
-    left = iter(items)
-    while batch := tuple(islice(left, BATCH)):
-        yield batch
+def batches(items: Iterable[T]) -> Iterable[tuple[T, ...]]:
+    """Return some items in tuples of at most :data:`BATCH`, each for one block of the lock."""
+    every = tuple(items)
+    if len(every) <= BATCH:
+        return (every,) if every else ()
+    return (every[start : start + BATCH] for start in range(0, len(every), BATCH))
 
 
 def at_once(pieces: Generator[None, None, T]) -> T:
