@@ -40,8 +40,12 @@ T = TypeVar("T")
 MEMORY = 2**30
 """Memory limit of a worker: what its values may take is a small part of it, the process itself takes the rest."""
 
-_GRACE = 20.0
-"""Seconds for a cluster to come to rest, or to close."""
+_GRACE = 40.0
+"""Seconds for a cluster to come to rest, or to close.
+
+More than the 30 for which distributed tries to connect to a worker that has gone (``distributed.comm.timeouts``): what
+is promised to the transfer stays promised meanwhile.
+"""
 
 _BLOCKS_IN_MEMORY = 4
 

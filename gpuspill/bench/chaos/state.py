@@ -24,7 +24,7 @@ _STACKS = 1.0
 """Seconds for the workers to write their stacks."""
 
 
-HELD = frozenset({"keys", "values", "host_nbytes", "disk_nbytes", "some keys"})
+HELD = frozenset({"keys", "values", "host_nbytes", "disk_nbytes", "some keys", "fetches from"})
 """What there is of keys that a worker has: of those that :func:`examine` names."""
 
 
@@ -48,6 +48,8 @@ def examine(dask_worker: Worker) -> tuple[int, dict[str, object]]:
     left = {name: getattr(found, name) for name in names if getattr(found, name)}
     if left:
         left["some keys"] = [repr(key) for key in list(data)[:5]]
+        # What is promised to a transfer stays promised until distributed gives up connecting.
+        left["fetches from"] = sorted(dask_worker.state.in_flight_workers)
     return found.overruns, left
 
 
