@@ -35,6 +35,8 @@ class Slabs:
     ----------
     used_nbytes
         Bytes of blocks that are taken.
+    peak_nbytes
+        The most that they were since :meth:`unneeded` was asked; all there is, if that was not enough.
 
     Notes
     -----
@@ -58,7 +60,7 @@ class Slabs:
         while nbytes <= slab_nbytes:
             self._free[nbytes] = {}
             nbytes *= 2
-        self.used_nbytes = 0
+        self.used_nbytes = self.peak_nbytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -73,12 +75,21 @@ class Slabs:
         self._free[self._slab_nbytes][number, 0] = None
         return number
 
-    def remove_idle(self) -> list[int]:
-        """Forget the slabs of which nothing is taken; returns their numbers."""
-        gone = [slab for slab, _ in self._free[self._slab_nbytes]]
-        self._free[self._slab_nbytes].clear()
-        self._slabs.difference_update(gone)
-        return gone
+    def unneeded(self) -> int:
+        """Return without how many slabs all that was asked for since the last call could have been had."""
+        spare = max(0, self.nbytes - self.peak_nbytes) // self._slab_nbytes
+        self.peak_nbytes = self.used_nbytes
+        return spare
+
+    def remove_idle(self, most: int | None = None) -> list[int]:
+        """Forget the slabs of which nothing is taken, or so many of them at most; returns their numbers."""
+        idle = self._free[self._slab_nbytes]
+        gone = list(idle)[:most]
+        for place in gone:
+            del idle[place]
+        numbers = [slab for slab, _ in gone]
+        self._slabs.difference_update(numbers)
+        return numbers
 
     def sizes(self, nbytes: int) -> list[int]:
         """Return the sizes of the blocks from which so many bytes are put together, largest first."""
@@ -98,8 +109,10 @@ class Slabs:
             if block is None:
                 for each in taken:
                     self.give_back(each)
+                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
                 return None
             taken.append(block)
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
         return taken
 
     def _take(self, size: int) -> Block | None:
@@ -139,3 +152,4 @@ class Slabs:
             assert offset + size <= self._slab_nbytes, (offset, size)
             assert size == self._slab_nbytes or (slab, offset ^ size) not in self._free[size], (slab, offset, size)
         assert sum(size for _, _, size in spans) + self.used_nbytes == self.nbytes
+        assert self.used_nbytes <= self.peak_nbytes

@@ -8,6 +8,7 @@ buffers, and is never in host memory as a whole.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import deque
@@ -319,19 +320,25 @@ def probe(device: Device, now: Callable[[], float] = time.perf_counter) -> CopyP
         seconds = {chunk: _time(device, allocation, pinned.view, chunk, stream, now) for chunk in _CHUNKS}
     fastest = min(seconds.values())
     chunk = next(chunk for chunk in _CHUNKS if seconds[chunk] <= 1.05 * fastest)
-    ordinary = memoryview(bytearray(_SAMPLE))
     ways = {}
     for staged in (True, False):
         plan = CopyPlan(chunk, staged)
         copier = Copier(device, plan)
         try:
-            copier.to_host(allocation, ordinary)  # buffers are made, pages are touched
+            copier.to_host(allocation, _fresh())  # the buffers for staging are made
+            # To pages that the system has yet to find: so are those that what leaves goes to, if they are not pinned.
+            fresh = _fresh()
             start = now()
-            copier.to_host(allocation, ordinary)
+            copier.to_host(allocation, fresh)
             ways[plan] = now() - start
         finally:
             copier.close()
     return min(ways, key=ways.__getitem__)
+
+
+def _fresh() -> memoryview:
+    """Return memory for the sample, untouched."""
+    return memoryview(mmap.mmap(-1, _SAMPLE))
 
 
 def _time(

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping
 from contextlib import suppress
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from distributed.spill import SpillBuffer
@@ -272,6 +273,7 @@ class Attachment:
         self.store.manager.stalls.relent()
         if self.store.tier is not None:
             self.store.tier.manager.stalls.relent()
+            self.store.tier.pinned.tend(monotonic())
 
     def _accounted(self) -> int:
         store = self.store

@@ -311,6 +311,9 @@ class SpillingPage:
         device = ""
         if total["device_limit"] or total["device_nbytes"]:
             device = f"<b>{text('device_nbytes')}</b> on devices, "
+        if total["device_host_pinned_nbytes"]:
+            used, pinned = text("device_host_pinned_used_nbytes"), text("device_host_pinned_nbytes")
+            device += f"{used} of {pinned} pinned host memory in use, "
         lost = total["lost"] or 0
         wrong = f", <b>{units.count(lost)} lost</b>" if lost else ""
         overruns = total["overruns"] or 0

@@ -91,6 +91,11 @@ class Statistics:
         Bytes of values of the device that are not on it.
     device_lingering_nbytes
         Bytes that are still on the device because somebody has a view on what left.
+    device_host_pinned_nbytes, device_host_pinned_used_nbytes
+        Bytes of host memory that are pinned for what left the device, and the part in use. What is in use counts in
+        `host_nbytes` as well.
+    device_host_pinned_refused
+        Moves from the device for which there was no pinned memory, so that they took the slower way.
     device_external_nbytes
         Bytes of values that are left alone because their library moves them by itself (cuDF with its spilling on).
     device_spills, device_restores
@@ -147,6 +152,9 @@ class Statistics:
     device_pinned_nbytes: int = 0
     device_spilled_nbytes: int = 0
     device_lingering_nbytes: int = 0
+    device_host_pinned_nbytes: int = 0
+    device_host_pinned_used_nbytes: int = 0
+    device_host_pinned_refused: int = 0
     device_external_nbytes: int = 0
     device_spills: int = 0
     device_restores: int = 0

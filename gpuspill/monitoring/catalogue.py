@@ -81,6 +81,8 @@ _GAUGES: Final = frozenset(
         "device_spilled_nbytes",
         "device_lingering_nbytes",
         "device_external_nbytes",
+        "device_host_pinned_nbytes",
+        "device_host_pinned_used_nbytes",
     }
 )
 

@@ -31,6 +31,8 @@ logger = logging.getLogger("gpuspill")
 #: Bytes of a slab at most, and of the smallest part of one: less goes to ordinary memory.
 _SLAB: Final = 64 * 2**20
 _SMALLEST: Final = 4096
+#: Slabs that were not needed for so many seconds are given back.
+_IDLE_SECONDS: Final = 30.0
 #: A pool has room for so many slabs at least, or they are smaller.
 _SLABS: Final = 4
 
@@ -75,7 +77,7 @@ class PinnedPool:
     limit
         Returns the most bytes to pin; 0 for none. Asked once, when memory is wanted for the first time.
     grow
-        Runs a function that pins a slab, on some other thread, soon.
+        Runs a function that pins slabs, or gives them back, on some other thread, soon.
 
     Notes
     -----
@@ -95,6 +97,7 @@ class PinnedPool:
         self._lent: dict[int, _Lease] = {}
         self._returned: deque[_Lease] = deque()
         self._on_death = partial(_give_back, self._lent, self._returned)
+        self._shrink_at = float("-inf")
         self._wanted = 0
         self._growing = False
         self._closed = False
@@ -235,6 +238,32 @@ class PinnedPool:
         with self._lock:
             self._settle()
             gone = [self._buffers.pop(number) for number in self._slabs.remove_idle()]
+        return self._release(gone)
+
+    def shrink(self) -> int:
+        """Give slabs back that would not have been needed since the last call. Returns their bytes."""
+        with self._lock:
+            self._settle()
+            gone = [self._buffers.pop(number) for number in self._slabs.remove_idle(self._slabs.unneeded())]
+        return self._release(gone)
+
+    def tend(self, now: float) -> None:
+        """Shrink now and then, on the other thread. Fast: to be called regularly.
+
+        Parameters
+        ----------
+        now
+            Seconds, monotonic.
+        """
+        if self._buffers and now >= self._shrink_at:
+            first, self._shrink_at = self._shrink_at < 0, now + _IDLE_SECONDS
+            if not first:
+                self._grow(self._shrink)
+
+    def _shrink(self) -> None:
+        self.shrink()
+
+    def _release(self, gone: Sequence[PinnedBuffer]) -> int:
         for buffer in gone:
             with suppress(DeviceError):
                 buffer.release()

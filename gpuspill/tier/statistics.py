@@ -43,6 +43,8 @@ class TierStatistics:
         Admissions granted beyond the limit because nothing could be freed.
     host_pinned_nbytes, host_pinned_used_nbytes
         Bytes of host memory that are pinned for what left the device, and those in use.
+    host_pinned_refused
+        Moves from the device for which there was none, so that they went by way of ordinary memory.
     """
 
     limit: int | None
@@ -63,3 +65,4 @@ class TierStatistics:
     overruns: int
     host_pinned_nbytes: int
     host_pinned_used_nbytes: int
+    host_pinned_refused: int

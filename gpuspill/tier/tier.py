@@ -386,6 +386,7 @@ class DeviceTier:
         return TierStatistics(
             host_pinned_nbytes=pinned.pinned_nbytes,
             host_pinned_used_nbytes=pinned.lent_nbytes,
+            host_pinned_refused=pinned.refused,
             limit=statistics.limit,
             units=statistics.values,
             device_nbytes=statistics.host_nbytes,

@@ -22,6 +22,7 @@ class SlabsMachine(RuleBasedStateMachine):
         self.slabs = Slabs(SLAB, SMALLEST)
         self.numbers: set[int] = set()
         self.owners: dict[tuple[int, int], Block] = {}
+        self.peak = 0
 
     @rule()
     def add(self) -> None:
@@ -35,8 +36,10 @@ class SlabsMachine(RuleBasedStateMachine):
         blocks = self.slabs.take(nbytes)
         if blocks is None:
             assert free < len(self.numbers) * SLAB or sum(self.slabs.sizes(nbytes)) > free
+            self.peak = max(self.peak, len(self.numbers) * SLAB)
             return multiple()
         assert [block.nbytes for block in blocks] == self.slabs.sizes(nbytes)
+        self.peak = max(self.peak, len(self.owners) + sum(block.nbytes for block in blocks))
         for block in blocks:
             assert block.slab in self.numbers
             for byte in range(block.offset, block.offset + block.nbytes):
@@ -50,18 +53,27 @@ class SlabsMachine(RuleBasedStateMachine):
         for byte in range(block.offset, block.offset + block.nbytes):
             assert self.owners.pop((block.slab, byte)) == block
 
-    @rule()
-    def remove_idle(self) -> None:
+    @rule(most=st.none() | st.integers(0, 3))
+    def remove_idle(self, most: int | None) -> None:
         used = {slab for slab, _ in self.owners}
-        gone = self.slabs.remove_idle()
-        assert set(gone) == self.numbers - used  # what is free is joined, however it was taken apart
+        idle = self.numbers - used
+        gone = self.slabs.remove_idle(most)
+        assert set(gone) <= idle
+        # What is free is joined, however it was taken apart.
+        assert len(gone) == len(idle) if most is None else len(gone) == min(most, len(idle))
         self.numbers -= set(gone)
+
+    @rule()
+    def look_what_was_unneeded(self) -> None:
+        assert self.slabs.unneeded() == max(0, len(self.numbers) * SLAB - self.peak) // SLAB
+        self.peak = len(self.owners)
 
     @invariant()
     def adds_up(self) -> None:
         self.slabs.validate()
         assert self.slabs.nbytes == len(self.numbers) * SLAB
         assert self.slabs.used_nbytes == len(self.owners)
+        assert self.slabs.peak_nbytes == self.peak
 
 
 TestSlabs = SlabsMachine.TestCase

@@ -112,6 +112,8 @@ async def test_a_pipeline_four_times_the_device_and_twice_the_host(c, s, a, devi
     assert statistics.spilled_nbytes >= 3 * LIMIT
     # What the host has no room for went straight to disk; it never was in the host's memory.
     assert a.data.statistics().device_direct_spills == statistics.direct_spills > 0
+    assert a.data.statistics().device_host_pinned_nbytes == statistics.host_pinned_nbytes
+    assert a.data.statistics().device_host_pinned_refused == statistics.host_pinned_refused
     y = (x + x.T).sum(axis=0) - x.max(axis=1).sum()
     z = x.rechunk((256, n))[::3, ::-2]
     got_y, got_z = await c.gather(c.compute([y.map_blocks(asnumpy), z.map_blocks(asnumpy)]))

@@ -20,7 +20,8 @@ from gpuspill.tier import DeviceTier
 from gpuspill.tier.pinned_pool import PinnedPool
 
 KB = 1024
-LIMIT = 4 * 64 * KB
+SLAB = 64 * KB
+LIMIT = 4 * SLAB
 
 
 def at_once(work):
@@ -147,6 +148,38 @@ def test_a_system_that_pins_no_more_is_asked_once(caplog):
     assert [each is not None for each in kept] == [True, True, False, False, False]
     assert len(caplog.records) == 1
     assert "gpuspill.pinned-memory" in caplog.text
+
+
+def test_what_was_not_needed_since_it_was_last_looked_at_is_given_back():
+    lender = pool()
+    lender.reserve(4 * SLAB)
+    kept = lender.allocate(SLAB)
+    more = lender.allocate(2 * SLAB)
+    del more
+    assert lender.shrink() == SLAB  # three were needed at a time
+    assert lender.shrink() == 2 * SLAB  # and one since then
+    assert lender.shrink() == 0
+    assert lender.statistics().pinned_nbytes == SLAB == lender.statistics().lent_nbytes
+    del kept
+    assert lender.shrink() == 0  # it was needed until now
+    assert lender.shrink() == SLAB
+    lender.validate()
+
+
+def test_it_is_looked_at_now_and_then_on_the_other_thread():
+    asked = []
+    lender = pool(grow=asked.append)
+    lender.tend(0.0)
+    assert not asked  # nothing is pinned
+    lender.reserve(SLAB)
+    lender.tend(1.0)
+    lender.tend(2.0)
+    lender.tend(30.0)
+    assert not asked
+    lender.tend(31.0)
+    asked.pop()()
+    assert lender.statistics().pinned_nbytes == 0
+    lender.validate()
 
 
 def test_what_is_in_use_stays_when_it_is_closed():
