@@ -1,7 +1,7 @@
 """Two kinds of import-linter contract that the built-in ones do not cover.
 
 Both look at direct imports only (the layers contract in ``pyproject.toml`` covers chains), and
-both may name modules that do not exist: an optional adapter, or a library that nobody imports yet,
+both may name modules that do not exist: an optional adapter, or a library that is not imported yet,
 is no error.
 """
 
@@ -71,7 +71,7 @@ class OnlyImports(_DirectImports):
 
 
 class OnlyImportedBy(_DirectImports):
-    """Modules, of this package or of another, that nobody but the listed importers may import.
+    """Modules, of this package or of another, that only the listed importers may import.
 
     Options
     -------
@@ -87,7 +87,7 @@ class OnlyImportedBy(_DirectImports):
     importers = fields.ListField(subfield=fields.StringField(), required=False)
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        """Collect every direct import by somebody who is not listed."""
+        """Collect every direct import by a module that is not listed."""
         del verbose
         modules = _names(self.modules)
         importers = _names(self.importers)

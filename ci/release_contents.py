@@ -15,7 +15,7 @@ from datetime import date
 from email import message_from_bytes
 from pathlib import Path
 
-#: What whoever packages or reviews a release needs besides the package.
+#: What packagers and reviewers of a release need besides the package.
 IN_SDIST = (
     "tests/",
     "docs/",

@@ -163,7 +163,7 @@ def config(scheduler: str | None) -> None:
     from gpuspill.distributed.settings_report import here, of_cluster, text
 
     if scheduler is not None and sys.stderr.isatty():
-        # Nobody may be there, which takes as long to find out as distributed.comm.timeouts.connect says.
+        # No scheduler may be there, which takes as long to find out as distributed.comm.timeouts.connect says.
         progress(f"asking the workers of {scheduler}")
     for title, rows in here() if scheduler is None else of_cluster(scheduler):
         if not rows:

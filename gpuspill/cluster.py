@@ -141,7 +141,7 @@ def _with_devices(cls: Any, stock: Any) -> Any:
 
 
 def _refuse_unknown(keywords: Iterable[str], stock: type | None, with_devices: bool, worker_class: object) -> None:
-    """Raise TypeError for a keyword that nobody takes: a worker would, when it starts, in another process.
+    """Raise TypeError for a keyword that no class takes: a worker would, when it starts, in another process.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def _refuse_unknown(keywords: Iterable[str], stock: type | None, with_devices: b
 
 
 def _taken(cls: object) -> set[str] | None:
-    """Return the names of the keywords that a class takes and hands to its bases; None if nobody can tell."""
+    """Return the names of the keywords that a class takes and hands to its bases; None if that cannot be told."""
     names: set[str] = set()
     if not isinstance(cls, type):
         return None

@@ -1,4 +1,4 @@
-"""What has to be done when an object dies, once nobody can take hold of it any more."""
+"""What has to be done when an object dies, once no code can take hold of it any more."""
 
 from __future__ import annotations
 

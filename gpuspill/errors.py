@@ -12,7 +12,7 @@ error                      data still there  retry can help
 :class:`StorageFull`       yes               once space is freed
 :class:`QuotaExceeded`     yes               once space is freed
 :class:`Unspillable`       yes               no
-:class:`ReadInterrupted`   yes               whoever raised it knows
+:class:`ReadInterrupted`   yes               the one who raised it knows
 :class:`DataLostError`     no                no; recompute
 =========================  ================  =======================
 """
@@ -109,7 +109,7 @@ class DataLostError(GpuspillError, RuntimeError):
         return self.message
 
     def retold(self, message: str, key: object) -> DataLostError:
-        """Return the error for somebody else, with the same notes and without a traceback."""
+        """Return the error for another reader, with the same notes and without a traceback."""
         error = DataLostError(message, key)
         for note in getattr(self, "__notes__", ()):
             error.add_note(note)

@@ -89,7 +89,7 @@ os.register_at_fork(before=_registry.before, after_in_parent=_registry.after, af
 def lock() -> RLock:
     """Return a re-entrant lock that is free in a forked child, and guards nothing half done there.
 
-    Whoever holds it must not wait for I/O, a callback or another process: every fork waits for it.
+    Its holder must not wait for I/O, a callback or another process: every fork waits for it.
     """
     return _registry.lock()
 

@@ -2,7 +2,7 @@
 
 What is looked into: lists, tuples and dictionaries (their values), their subclasses (named tuples, ordered and default
 dictionaries), and instances of dataclasses (their fields), frozen and slotted ones included. Everything else is offered
-to whoever replaces and otherwise left alone: sets too, since what is in them has been hashed.
+to the one who replaces and otherwise left alone: sets too, since what is in them has been hashed.
 
 Most values have nothing that is of interest, and some have a great many parts. So :func:`kinds` looks at types only, a
 level at a time, and :func:`replace` looks at the rest one by one.
@@ -84,7 +84,7 @@ def kinds(value: Any) -> dict[int, type]:
 
 
 def replace(value: Any, replacement: Callable[[Any], Any], boring: Container[int] = ()) -> Any:
-    """Return `value` with everything replaced that somebody wants replaced; `value` itself if that is nothing.
+    """Return `value` with everything replaced that `replace` replaces; `value` itself if that is nothing.
 
     Parameters
     ----------

@@ -352,7 +352,7 @@ def suite(
     type=click.Choice(["device", "stream"]),
     default="stream",
     show_default=True,
-    help="With --link: how whoever computed is waited for, as gpuspill.device-fence.",
+    help="With --link: how computations are waited for, as gpuspill.device-fence.",
 )
 @JSON_OPTION
 def device(

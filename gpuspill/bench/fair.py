@@ -62,7 +62,7 @@ class Fair(Job):
     floats
         Floats that are older than what has to leave.
     keys
-        Of which the memory is measured.
+        Its memory is measured.
     delay
         Seconds added to each file operation while a peer is sent values.
 

@@ -144,7 +144,7 @@ _STORES: Mapping[str, Callable[[Path], StoreUnderTest]] = {"stock": StockStore, 
 
 @dataclass(frozen=True, slots=True)
 class Keys(Job):
-    """How many keys of which size, and how many operations to time.
+    """How many keys, their size, and how many operations to time.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ class Keys(Job):
         times = {}
 
         # All but the last keys are there before the clock starts: what is timed is a set into a
-        # store that holds (nearly) this many. Nobody else may hold on to a value: one that is
+        # store that holds (nearly) this many. No one else may hold on to a value: one that is
         # still alive elsewhere need not be read back.
         _set(data, names[:-count], (self._value(number) for number in range(size - count)))
         newest = [self._value(number) for number in range(size - count, size)]

@@ -82,7 +82,7 @@ class LinkJob(Job):
     model
         Name of what the host costs.
     fence
-        How whoever computed is waited for: as ``gpuspill.device-fence``.
+        How computations are waited for: as ``gpuspill.device-fence``.
 
     Raises
     ------

@@ -154,7 +154,7 @@ class PersistSum(Job):
             If the worker was killed and started again meanwhile.
         """
         shape = ClusterShape(workers=1, threads=self.threads, memory_limit=self.limit)
-        # The scheduler would report to nobody; and tasks must not be fused differently by a user's
+        # The scheduler would report to no one; and tasks must not be fused differently by a user's
         # configuration.
         with (
             dask.config.set({"distributed.scheduler.active-memory-manager.start": False}),

@@ -2,7 +2,7 @@
 
 They stand at the top of dask's configuration (``jit-unspill: true``, ``DASK_JIT_UNSPILL=True``) and are read as they
 are. One of them switches gpuspill on. The others had to do with proxies that stood for objects, or with files, and have
-no counterpart; whoever sets one is told what there is instead.
+no counterpart; a user who sets one is told what there is instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["SHARED_FILESYSTEM", "answer_once", "answers", "jit_unspill"]
 logger = logging.getLogger("gpuspill")
 
 SHARED_FILESYSTEM = (
-    "every worker keeps its records to itself and sends the stored bytes as they are, so nobody needs to know whether "
+    "every worker keeps its records to itself and sends the stored bytes as they are, so no option says whether "
     "a directory is shared; gpuspill.spill-directory says where the records go"
 )
 

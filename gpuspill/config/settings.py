@@ -72,11 +72,11 @@ class Settings:
         Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``: 0.8. None: no limit;
         values leave it when it is full.
     device_fence
-        How whoever computed on a device is waited for before a copy. ``"stream"``: its default stream, with all that
+        How computations on a device are waited for before a copy. ``"stream"``: its default stream, with all that
         wait for that, and the streams that arrays say they are used on. Copies go in both directions at the same time.
         ``"device"``: the whole device, with copies to it that are under way. That is for tasks that return, unfinished,
         what they compute on streams that do not wait for the default one (``cudaStreamNonBlocking``; so are PyTorch's
-        other than its default one) and of which arrays say nothing.
+        other than its default one) and that arrays do not name.
     pinned_memory
         Bytes of host memory to pin at most for what has left the device, or a fraction of the host limit (``0.25``).
         Copies to pinned memory are done at the speed of the link. 0: none.
@@ -324,7 +324,7 @@ def _seconds(name: str, value: Any) -> float:
 
 
 def _factory(group: str) -> Any:
-    """Return a parser of functions, of which those that are entry points of `group` have a name."""
+    """Return a parser of functions; entry points of `group` are known by name."""
 
     def parse(name: str, value: Any) -> Callable[..., Any] | None:
         if _off(value):

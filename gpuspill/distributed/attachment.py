@@ -305,7 +305,7 @@ class Attachment:
         asyncio.get_running_loop().run_in_executor(None, work)
 
     def lost(self, error: DataLostError) -> None:
-        """Somebody who reads by key found that a value is lost. Any thread."""
+        """A reader by key found that a value is lost. Any thread."""
         self._loop.add_callback(internals.recover, self._worker, error.key)
 
     async def close(self) -> None:

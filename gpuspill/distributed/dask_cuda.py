@@ -105,7 +105,7 @@ def device_limit_option(limit: object) -> object:
 
 
 def adopted_options(data: object) -> dict[str, object]:
-    """Return options that a worker's ``DeviceHostFile`` has in force and that nobody gave to gpuspill.
+    """Return options that a worker's ``DeviceHostFile`` has in force and that gpuspill was not given.
 
     So ``--device-memory-limit`` of ``dask cuda worker`` counts however gpuspill comes in.
     """

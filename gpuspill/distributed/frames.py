@@ -57,7 +57,7 @@ def require_pandas(who: str) -> Any:
 def ask_workers(client: Any, question: Callable[[Any], Any], combine: Callable[[dict[str, Any]], Any]) -> Any:
     """Run `question` on every worker and return what `combine` makes of the answers; awaitable if the client is.
 
-    An answer of None says that the worker has no gpuspill. If none has, whoever asks is told how to come by it.
+    An answer of None says that the worker has no gpuspill. If none has, the error says how to come by it.
     """
 
     def finish(found: dict[str, Any]) -> Any:

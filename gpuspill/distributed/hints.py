@@ -102,12 +102,12 @@ class Hints:
         self._failed = False
 
     def setup(self, worker: Any) -> None:
-        """Do nothing: made and told everything by whoever attaches gpuspill to the worker."""
+        """Do nothing: attaching gpuspill to the worker makes it and tells it everything."""
 
     async def teardown(self, worker: Any) -> None:
         """The worker is being closed: its tasks have been cancelled, and soon distributed removes its directory.
 
-        Nobody may still be deleting files in there then.
+        No thread may still be deleting files in there then.
         """
         vars(self).pop("transition", None)  # refers to this object
         await self._on_close()

@@ -1,4 +1,4 @@
-"""What is in a store, for whoever looks: tier by tier, and in numbers."""
+"""What is in a store, for those who look: tier by tier, and in numbers."""
 
 from __future__ import annotations
 

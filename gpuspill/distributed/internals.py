@@ -188,7 +188,7 @@ async def recover(worker: Any, key: Any) -> bool:
     Returns
     -------
     bool
-        Whether it can. If not, the key stays: whoever reads it gets :exc:`~gpuspill.errors.DataLostError`.
+        Whether it can. If not, the key stays: its readers get :exc:`~gpuspill.errors.DataLostError`.
     """
     ts = worker.state.tasks.get(key)
     if ts is None or key not in worker.data:
@@ -441,7 +441,7 @@ def missing_hooks(base: type) -> dict[str, str]:
     if absent:
         found["execute"] = f"the worker's state has no {', '.join(sorted(absent))}"
     if "data" in found:
-        # Without it nobody would see the values that were prepared.
+        # Without it no one would see the values that were prepared.
         for name in ("execute", "get_data"):
             found.setdefault(name, found["data"])
     problem = _misfit(distributed.Client._gather, (None, []), {"errors": "", "direct": None, "local_worker": None})

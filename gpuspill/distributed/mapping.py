@@ -1,6 +1,6 @@
 """``Worker.data``: a mapping that spills.
 
-:class:`SpillStore` is correct on its own: ``store[key]`` is the plain object, whoever asks and whatever thread
+:class:`SpillStore` is correct on its own: ``store[key]`` is the plain object, in any thread that asks and
 it is on. What makes a worker fast is that the hooks in :mod:`gpuspill.distributed.worker` have read the value
 before anybody asks; where a hook is missing the result is the same, only the caller waits.
 """
@@ -89,7 +89,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         believes to be its size, in bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on
         the event loop; the worker knows because the task's thread measured it.
     passes_on
-        ``passes_on(key)``: whether what is about to be stored is what another key holds, and nobody's code had it in
+        ``passes_on(key)``: whether what is about to be stored is what another key holds, and no user code had it in
         hand. Else a record that there is of it no longer counts.
     has_lost_values
         Whether another worker sent word that a value is lost for good, and its key is still here.
@@ -164,7 +164,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             return
         if is_instance(value, LostValue):
             self._lost.add(key)
-            # Whoever is sent it has to get something else in its place, which nobody would notice in a record.
+            # A receiver has to get something else in its place, which would go unnoticed in a record.
             self.manager.store(key, value, 0, spillable=False)
             return
         nbytes = None if self.on_store is None else self.on_store(key, given)
@@ -291,7 +291,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         return self._parked
 
     def notice_stalls(self) -> None:
-        """Let nobody wait any more for spills that take too long; see :mod:`gpuspill.manager.stalls`. Fast."""
+        """No task waits any more for spills that take too long; see :mod:`gpuspill.manager.stalls`. Fast."""
         self.manager.stalls.notice()
         if self.tier is not None:
             self.tier.manager.stalls.notice()
@@ -428,7 +428,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.tier.close()
         self.manager.close()
         if self.tier is not None:
-            # What the threads that have just ended let go of last: nobody comes by any more to notice.
+            # What the threads that have just ended let go of last: no thread comes by any more to notice.
             self.tier.settle()
         if self.pool is not None:
             self.pool.close()

@@ -90,7 +90,7 @@ class Thresholds:
 
 
 class MemoryFollower:
-    """Tells a store, again and again, how much memory nobody accounts for.
+    """Tells a store, again and again, how much memory belongs to no value.
 
     Parameters
     ----------
@@ -255,7 +255,7 @@ class MemoryFollower:
 
 
 def return_free_memory() -> None:
-    """Ask the allocators of the C library and of Arrow to give memory that nobody uses back to the system.
+    """Ask the allocators of the C library and of Arrow to give unused memory back to the system.
 
     Does nothing where they cannot.
     """

@@ -80,7 +80,7 @@ class Metrics:
         return self._totals.copy()
 
     def _add_up(self) -> None:
-        """Add what was reported to the totals, unless somebody is just doing that."""
+        """Add what was reported to the totals, unless another thread is just doing that."""
         while self._reports and self._adding.acquire(blocking=False):
             try:
                 while self._reports:

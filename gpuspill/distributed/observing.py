@@ -30,7 +30,7 @@ TOPIC: Final = "gpuspill"
 
 #: With so many samples every second one is dropped, and from then on half as many are taken.
 _MOST_SAMPLES: Final = 4096
-#: The same for so many statistics of a worker, of which each takes a few kilobytes: there may be hundreds of workers.
+#: The same for so many statistics of a worker; each takes a few kilobytes: there may be hundreds of workers.
 _MOST_NUMBERS: Final = 40_000
 #: Seconds to wait for the workers' answers: one whose event loop stands still should not hold up the report of it.
 _PATIENCE: Final = 5.0

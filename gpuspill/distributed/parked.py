@@ -1,4 +1,4 @@
-"""The keys of parked values: which there are, and which nobody needs any more."""
+"""The keys of parked values: which there are, and which are not needed any more."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ParkedKeys:
     Attributes
     ----------
     given_up
-        Keys that nobody needs any more, whose values were not deleted yet, and what pins those.
+        Keys that are not needed any more, whose values were not deleted yet, and what pins those.
 
     Notes
     -----
-    Thread-safe; takes no lock. Whoever lets go of a parked value may be a finaliser, which can do nothing but note it:
-    the value is deleted by whoever comes next.
+    Thread-safe; takes no lock. A finaliser may let go of a parked value. It can only note that:
+    the next caller deletes the value.
     """
 
     __slots__ = ("_keys", "_numbers", "given_up")
@@ -48,11 +48,11 @@ class ParkedKeys:
         return key
 
     def give_up(self, key: Internal, pins: Sequence[Admission] = ()) -> None:
-        """Note that nobody needs a key any more, nor the pins on its value. From any thread, at any point."""
+        """Note that a key is not needed any more, nor the pins on its value. From any thread, at any point."""
         self.given_up.append((key, pins))
 
     def settle(self, delete: Callable[[Internal], object]) -> None:
-        """Undo the pins on each value that nobody needs any more, call ``delete(key)``, and forget the key."""
+        """Undo the pins on each value that is not needed any more, call ``delete(key)``, and forget the key."""
         with suppress(IndexError):
             while True:
                 key, pins = self.given_up.popleft()

@@ -30,7 +30,7 @@ def proxify(value: Any) -> Parked:
     Parameters
     ----------
     value
-        Any object. The caller should let go of it: what somebody refers to cannot leave memory.
+        Any object. The caller should let go of it: a value that is referred to cannot leave memory.
 
     Returns
     -------

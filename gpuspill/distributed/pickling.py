@@ -179,7 +179,7 @@ class _Attempt:
 
 def _refuse(value: Any) -> Any:
     raise _BoundObject(
-        f"it has a {named(type(value))}, of which scheduler and client must know while the value is there"
+        f"it has a {named(type(value))}, which scheduler and client must know of while the value is there"
     )
 
 

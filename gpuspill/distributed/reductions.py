@@ -19,7 +19,7 @@ from gpuspill.classes import attribute_of, is_plain
 
 __all__ = ["Reduce", "flat", "keep_flag", "reduce_registered", "reduction_of", "registration"]
 
-#: Types of which dask's own way loses something, by module and name: a view's format and flag, a hard mask, a fill
+#: Types that dask's own way returns incomplete, by module and name: a view's format and flag, a hard mask, a fill
 #: value; or everything, where it returns no buffers.
 _LOSSY: Final = (
     ("builtins", "memoryview"),

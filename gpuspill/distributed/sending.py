@@ -1,4 +1,4 @@
-"""Answering somebody who asks for values: without decoding what is on disk, and without holding the loop."""
+"""Answering those who ask for values: without decoding what is on disk, and without holding the loop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Receiver:
     form
         What it gets for a value that is not in memory.
     by_system
-        Whether nobody but the system looks at the bytes on this side: then they may lie in memory that is a file's.
+        Whether only the system looks at the bytes on this side: then they may lie in memory that is a file's.
     same_process
         Whether it is in this process, and gets the objects themselves.
     takes_device_memory
@@ -148,7 +148,7 @@ class Parcel:
                 self.values[key] = value
             elif receiver.form == "value" or value.header == FOREIGN_HEADER:
                 # Decoded for the receiver alone: putting it into the store would push something else out. Of a record
-                # that distributed's own buffer wrote, nobody but its own reader makes sense.
+                # that distributed's own buffer wrote, only its own reader makes sense.
                 try:
                     self.values[key] = await self._decoded(value, receiver)
                 except (ManagerClosed, MemoryError):

@@ -1,7 +1,7 @@
 """Values to bytes and back through dask's serialisation families.
 
 A value is written to disk in the form in which distributed would send it: a header, and frames that alias the
-value's memory wherever its type allows. An object of a type that somebody taught dask to serialise (arrays, tables,
+value's memory wherever its type allows. An object of a type that dask was taught to serialise (arrays, tables,
 device objects) takes its own way; anything else is pickled, with its buffers apart
 (:mod:`gpuspill.distributed.pickling`).
 

@@ -1,4 +1,4 @@
-"""What is not known of the sizes of values: types that nobody registered, and memory that others manage."""
+"""What is not known of the sizes of values: types that are not registered, and memory that others manage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpuspill.walk import replace
 
 __all__ = ["SCALARS", "Claims", "Noted", "claimed_nbytes", "external_nbytes", "measure"]
 
-#: Of which there may be hundreds of thousands, and about which nothing has to be found out.
+#: There may be hundreds of thousands of them, and nothing has to be found out about them.
 SCALARS = identities(int, float, complex, bool, str, bytes, type(None))
 
 #: So many answers are kept at most for values that are not stored: tasks whose worker closes meanwhile.

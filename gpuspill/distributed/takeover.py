@@ -26,7 +26,7 @@ __all__ = ["AdoptingStore", "ForeignReceipt"]
 
 @dataclass(frozen=True, slots=True)
 class ForeignReceipt(Receipt):
-    """The handle of a file that somebody else wrote.
+    """The handle of a file that another store wrote.
 
     Parameters
     ----------

@@ -83,11 +83,11 @@ class Job:
     Attributes
     ----------
     claimed
-        Whether somebody has undertaken to call :meth:`prepare` before the task runs.
+        Whether a thread is going to call :meth:`prepare` before the task runs.
     lost
         The input that is gone, once that is known.
     final
-        Whether it is known that nobody can compute it either.
+        Whether it is known that it cannot be computed again.
     started, stopped
         When reading began and ended, seconds since the epoch; None if there was none.
     seceded
@@ -219,7 +219,7 @@ class Job:
         Raises
         ------
         distributed.Reschedule
-            An input is lost. Whoever runs the worker looks at :attr:`lost` and decides whether trying again can help.
+            An input is lost. The worker's hooks look at :attr:`lost` and decide whether trying again can help.
         Exception
             What reading an input raised.
         """
@@ -318,7 +318,7 @@ async def granted(admission: Admission) -> None:
     done = asyncio.Event()
 
     def notify() -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no one waits any more
             loop.call_soon_threadsafe(done.set)
 
     admission.add_done_callback(notify)

@@ -75,6 +75,6 @@ class TieredUses:
         """See :meth:`Uses.prefetch`."""
         keys = [key for key in keys if key in self._manager]
         values = [value for value in map(self._manager.look, keys) if type(value) is Skeleton]
-        # What came as bytes would be decoded, on the device, for which nobody has asked for room.
+        # What came as bytes would be decoded, on the device, without a promise of room.
         keys = [key for key in keys if not self._manager.arriving_nbytes(key)]
         return self._manager.uses.prefetch(keys) + self._tier.prefetch(values)

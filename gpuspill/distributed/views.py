@@ -16,7 +16,7 @@ _MISSING = object()
 
 
 class View:
-    """A store of which some values are there already, each for one reading.
+    """A store, with some of its values there already, each for one reading.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class ClosedView(View):
     """A view that contains nothing else, whatever the store holds.
 
     What came into the store after the values were got ready may have left memory again already, and must not be read
-    on the event loop. Whoever asked for it asks again.
+    on the event loop. The one who asked for it asks again.
     """
 
     __slots__ = ()
@@ -81,8 +81,8 @@ class ResidentView(View):
 class LostValue:
     """Stands on another worker for a value that is lost for good. Reading it from a store raises.
 
-    Distributed has no message by which a worker could tell the scheduler that data which nobody can compute is lost and
-    have everything that waits for it fail. So what waits gets this, and fails when it reads it.
+    Distributed has no message by which a worker could tell the scheduler that data is lost and cannot be computed
+    again, so that what waits for it fails. So what waits gets this, and fails when it reads it.
     """
 
     def __init__(self, error: DataLostError) -> None:

@@ -136,7 +136,7 @@ def spilling_class(base: Any) -> Any:
             try:
                 parcel = await _pack(self, comm, keys, who, serializers)
             except ManagerClosed:
-                # This worker is being closed. Whoever asks has to take it for gone; by an error its task would fail.
+                # This worker is being closed. The peer has to take it for gone; by an error its task would fail.
                 comm.abort()
                 return Status.dont_reply
             finally:
@@ -337,7 +337,7 @@ class Unproxied(GraphNode):
         return repr(self._inner)
 
     def __reduce__(self) -> Any:
-        # Whoever wants it elsewhere wants the task; what stands for its inputs pickles as their values.
+        # Other processes want the task; what stands for its inputs pickles as their values.
         return _itself, (self._inner,)
 
 
@@ -388,7 +388,7 @@ def _run_and_ask(
             _give_plain(outcome)
         claims.ask(outcome["result"])
         if prepare is not None:
-            with suppress(Exception):  # then whoever stores it meets the same
+            with suppress(Exception):  # then storing it meets the same
                 outcome["result"] = prepare(outcome["result"])
     return outcome
 
@@ -473,8 +473,8 @@ def _known_type(worker: Any, key: Any) -> type | None:
 async def _decode_resumed(worker: Any, data: dict[Any, Any]) -> None:
     """Decode what arrived for tasks that were to be computed here meanwhile.
 
-    Their type goes to the scheduler as soon as they are stored. What cannot be decoded stays as it is: whoever needs it
-    will be told why.
+    Their type goes to the scheduler as soon as they are stored. What cannot be decoded stays as it is: the task that
+    needs it will be told why.
     """
     store = worker._gpuspill.store
     with ExitStack() as promises:

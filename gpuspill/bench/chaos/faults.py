@@ -216,7 +216,7 @@ class Injector:
         hit = 0
         with _standing_still(pid):
             # A file that is mapped was verified, and is being sent. A disk does not change what is in memory already;
-            # whoever writes to the file would.
+            # another writer of the file would.
             untouched = _mapped(pid) | spared(pid)
             paths = [path for path in self._files(nanny, pid) if _inode(path) not in untouched]
             for path in Random(f"{fault}").sample(paths, math.ceil(fault.share * len(paths))):

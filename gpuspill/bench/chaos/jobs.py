@@ -270,7 +270,7 @@ def run_parked(client: Client, data: Data) -> None:
 
 
 def _thing(data: Data, number: int) -> dict[str, Any]:
-    """Return a value of many objects, two of which look at one memory."""
+    """Return a value of many objects; two of them look at one memory."""
     values = block(data, number)[: data.nbytes // 32]
     return {
         "whole": values,

@@ -17,7 +17,7 @@ def run_kernel(
 ) -> Any:
     """Enqueue a computation of one's own on the current stream, as a kernel of a GPU.
 
-    It takes `seconds` of the device's time, which is nobody's processor time: with the real clock, whoever waits for
+    It takes `seconds` of the device's time, and no processor's: with the real clock, a thread that waits for
     the stream sleeps. What the function itself costs comes on top, in the calling thread.
 
     Parameters

@@ -50,8 +50,8 @@ class ManualClock(Clock):
     Parameters
     ----------
     jump
-        True: whoever waits for a later moment moves the clock there and goes on, so that a single thread can run a
-        whole job and read off how long it would have taken. False: whoever waits blocks until another thread calls
+        True: a thread that waits for a later moment moves the clock there and goes on. So a single thread can run a
+        whole job and read off how long it would have taken. False: it blocks until another thread calls
         :meth:`advance`.
     guard
         Real seconds after which a blocked wait gives up with RuntimeError instead of hanging the test.
@@ -98,7 +98,7 @@ class ManualClock(Clock):
                 if not self._condition.wait_for(lambda: self._now >= moment, self._guard):
                     raise RuntimeError(
                         f"waited {self._guard} s for the manual clock to reach {moment} s, it stands at {self._now} s: "
-                        "nobody advances it"
+                        "no thread advances it"
                     )
             finally:
                 self._waiting -= 1

@@ -26,7 +26,7 @@ __all__ = ["Copy"]
 
 
 def _fingerprint(host: HostArray) -> int:
-    # Cheap, not strong: it has to notice that somebody reused the buffer, not to withstand an attack.
+    # Cheap, not strong: it has to notice that the buffer was reused, not to withstand an attack.
     raw = host.reshape(-1).view(np.uint8)
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     return hash((int(np.add.reduce(words, dtype=np.uint64)), raw[words.nbytes :].tobytes()))
@@ -125,7 +125,7 @@ class Copy:
         self._host = None
 
     def completed(self) -> None:
-        """Forget the allocation's side: somebody has observed the copy. The device's lock is held."""
+        """Forget the allocation's side: the copy was observed. The device's lock is held."""
         allocation = self._allocation()
         if allocation is not None:
             allocation.copies.discard(self)

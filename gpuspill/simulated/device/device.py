@@ -3,16 +3,16 @@
 It needs no GPU, no thread and no real time, and it is stricter than a GPU where that finds bugs:
 
 * It has a fixed capacity; what does not fit calls the out-of-memory hooks, then raises.
-* Copies are late. Their bytes move when somebody *observes* them (waits for the event, or for something ordered after
-  it), never because time has passed; before that the destination holds a poison. A program that forgot to wait reads
-  the poison on every run, and not on one in a thousand.
+* Copies are late. Their bytes move when they are *observed* (a thread waits for the event, or for what is ordered
+  after it), never because time has passed; before that the destination holds a poison. A program that forgot to wait
+  reads the poison on every run, and not on one in a thousand.
 * Work that is not ordered after what it depends on raises :class:`~gpuspill.device.port.UnorderedAccess`. This follows
   from the order that the program established, by vector clocks, whatever the latencies. Ordering is checked for each
   allocation as a whole.
 * Freeing memory under a copy raises: at once if it was freed through the port, from the copy's event if the last
   reference was dropped. Changing the host's end of a copy to the device raises from the event, too.
 
-Computations are done at once, but count as enqueued on a stream, so whoever copies their result has to be ordered
+Computations are done at once, but count as enqueued on a stream, so a copy of their result has to be ordered
 after them as on a GPU. The parts are in :mod:`gpuspill.simulated.device`, the array type that lives here is in
 :mod:`gpuspill.simulated`.
 """
@@ -166,7 +166,7 @@ class SimulatedDevice(Device):
         Parameters
         ----------
         storage
-            One-dimensional bytes that nobody else refers to.
+            One-dimensional bytes that no one else refers to.
 
         Raises
         ------

@@ -92,5 +92,5 @@ class Kernels:
         return event
 
     def produced(self, event: SimulatedEvent, allocation: SimulatedAllocation, what: str) -> None:
-        """Note that the computation of `event` wrote to new memory, which nobody else knows yet."""
+        """Note that the computation of `event` wrote to new memory, which no one else knows yet."""
         allocation.writer = (event.stream.ident, event.number, what)

@@ -1,7 +1,7 @@
 """Memory of the simulated device: its allocations, and the heap that counts them.
 
 Every allocation has an array of bytes of its own and a made-up address. Addresses are used again, last freed first,
-as a pool does, so that whoever tells allocations by address alone is found out. The heap has a capacity and no
+as a pool does, so that code that tells allocations by address alone is found out. The heap has a capacity and no
 fragmentation.
 """
 
@@ -47,7 +47,7 @@ class SimulatedAllocation(Allocation):
     readers
         The last work of each stream that has read it since: stream number → mark.
     copies
-        Copies from or to it that nobody has observed.
+        Copies from or to it that were not observed.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class SimulatedAllocation(Allocation):
 
     @property
     def storage(self) -> HostArray:
-        """The bytes themselves. For the simulation only: whoever reads them has to be ordered after their writer."""
+        """The bytes themselves. For the simulation only: a reader has to be ordered after their writer."""
         if self._storage is None:
             raise UseAfterFree(f"{self!r} was freed")
         return self._storage
@@ -131,7 +131,7 @@ class Heap:
     capacity
         Bytes there are.
     dropped
-        Addresses of allocations that nobody refers to any more, not yet given back.
+        Addresses of allocations that are not referred to any more, not yet given back.
     live
         Sizes of the allocations there are: address → bytes.
     """
@@ -151,7 +151,7 @@ class Heap:
         return max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
 
     def collect(self) -> None:
-        """Give back what nobody refers to any more."""
+        """Give back what is not referred to any more."""
         while self.dropped:
             self.release(self.dropped.popleft())
 

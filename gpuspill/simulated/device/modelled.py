@@ -44,7 +44,7 @@ class ModelledDevice(SimulatedDevice):
     moves
         Whether copies move bytes as well.
     fence_by_stream
-        Whether whoever computed is waited for by an event of the default stream, and not by waiting for the device.
+        Whether computations are waited for by an event of the default stream, and not by waiting for the device.
 
     Attributes
     ----------

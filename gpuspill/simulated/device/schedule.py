@@ -37,7 +37,7 @@ class Schedule:
     pinned_bytes
         Host memory that counts as pinned.
     timeline
-        Where to note what is done when; None if nobody wants to know.
+        Where to note what is done when; None if that is not wanted.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -134,7 +134,7 @@ class Schedule:
         )
 
     def in_flight(self, host_range: HostRange | None = None) -> list[tuple[SimulatedStream, Copy]]:
-        """Return the copies that nobody has observed; only those that use `host_range`, if it is given."""
+        """Return the copies that were not observed; only those that use `host_range`, if it is given."""
         return [
             (stream, copy)
             for stream in self.streams
@@ -158,7 +158,7 @@ class Schedule:
         Raises
         ------
         DeviceError
-            A copy before it went wrong, and this is its event or nobody was told yet.
+            A copy before it went wrong, and this is its event or the error was not raised yet.
         """
         with self.clock.call():
             self._complete(event)

@@ -83,7 +83,7 @@ class SimulatedStream(Stream):
     seen
         What later work is ordered after on other streams: stream number → number there.
     queue
-        Copies that nobody has observed, in order.
+        Copies that were not observed, in order.
     carrying
         Whether a thread is moving the bytes of the first copy that has not landed.
     """

@@ -17,8 +17,8 @@ class Span(NamedTuple):
         Where it was done: ``"to_host"`` and ``"to_device"`` are the links, whatever the stream; a computation has the
         name of its stream.
     start, end
-        Seconds of the device's clock, as scheduled. Whoever waits for a copy whose bytes take longer to move than the
-        link would need sees it later.
+        Seconds of the device's clock, as scheduled. A thread that waits for a copy sees a later end if its bytes take
+        longer to move than the link would need.
     nbytes
         Of a copy; 0 of a computation.
     """
