@@ -18,6 +18,7 @@ are its parts, each of which knows those below it only:
 :mod:`~gpuspill.core.eviction_queue`       what may be evicted now: a policy's values, small ones after them
 :mod:`~gpuspill.core.uses`                 which tasks are going to read a key, and when
 :mod:`~gpuspill.core.policy`               the port for eviction policies; the order by recency and next use
+:mod:`~gpuspill.core.policy_guard`         what becomes of the order if a policy of others fails
 :mod:`~gpuspill.core.recency`              a line of values by their last use
 :mod:`~gpuspill.core.budget`               limits, reservations, the line of those who wait for room
 :mod:`~gpuspill.core.ledger`               key <-> proxy, bytes a tier holds

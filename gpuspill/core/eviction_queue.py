@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from gpuspill.core.policy import EvictionPolicy, MakePolicy, NextUsePolicy, Order
+from gpuspill.core.policy import MakePolicy, NextUsePolicy, Order
+from gpuspill.core.policy_guard import GuardedPolicy
 from gpuspill.core.recency import HasTurns, Recent
 
 __all__ = ["SMALL_NBYTES", "EvictionQueue", "small_below"]
@@ -37,12 +38,12 @@ class EvictionQueue:
     entries
         The table of values; see :class:`~gpuspill.core.recency.Recent`.
     policy
-        The order of those that are not small.
+        Makes another order of those that are not small.
 
     Attributes
     ----------
     policy
-        As given.
+        Decides the order of those that are not small.
     small_nbytes
         Bytes of the small ones.
 
@@ -52,7 +53,11 @@ class EvictionQueue:
     """
 
     def __init__(self, entries: Mapping[int, HasTurns], policy: MakePolicy | None = None) -> None:
-        self.policy: EvictionPolicy = NextUsePolicy(entries) if policy is None else policy(MappingProxyType(entries))
+        self.policy: NextUsePolicy | GuardedPolicy
+        if policy is None:
+            self.policy = NextUsePolicy(entries)
+        else:
+            self.policy = GuardedPolicy(policy(MappingProxyType(entries)))
         self._entries = entries
         self._small = Recent(entries)
         self.small_nbytes = 0
@@ -60,6 +65,11 @@ class EvictionQueue:
 
     def __len__(self) -> int:
         return len(self.policy) + len(self._small)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What a policy of others has done wrong; None while it works."""
+        return self.policy.failure if isinstance(self.policy, GuardedPolicy) else None
 
     @property
     def large(self) -> int:

@@ -56,7 +56,8 @@ class EvictionPolicy(ABC):
     Notes
     -----
     All methods are called under the lock of the store. They must be fast, O(log n) or better amortised, must not block
-    and must not raise. They need no lock of their own.
+    and must not raise. They need no lock of their own. A policy that raises, or names no value although there are some,
+    is not asked again: values leave in the order of their last use, and an error is logged.
 
     :class:`gpuspill.testing.policy_tests.PolicyTests` checks a policy.
     """

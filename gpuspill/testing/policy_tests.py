@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 __all__ = ["PolicyTests", "Value", "events"]
@@ -104,7 +104,13 @@ class PolicyTests:
                 policy.validate()
         assert policy.first() is None
 
-    @settings(deadline=None, max_examples=200, derandomize=True)
+    # Several classes derive from this one.
+    @settings(
+        deadline=None,
+        max_examples=200,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.differing_executors],
+    )
     @given(happened=events())
     def test_any_order_of_events(self, happened: list[tuple[Any, ...]]) -> None:
         """It has the values that were put in and not taken out, and gives each of them in the end."""

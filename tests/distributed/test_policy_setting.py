@@ -45,7 +45,7 @@ async def test_a_worker_evicts_in_the_order_of_its_policy(c, s, a):
         xs.append(c.submit(np.full, 10_000, number, key=f"x-{number}"))
         await wait(xs)
     manager = a.data.manager
-    assert {type(manager._metadata.state.queue.policy)} == {LastInFirstOut}
+    assert type(manager._metadata.state.queue.policy.policy) is LastInFirstOut
     # By recency the first ones would have gone.
     assert "x-0" in manager.keys_in(Tier.HOST)
     assert sum(await c.gather(c.map(np.sum, xs))) == 60_000
@@ -61,9 +61,58 @@ async def test_it_orders_both_tiers_and_is_shown_by_its_name(c, s, a):
     x = c.submit(np.ones, 1000)
     await wait(x)
     await all_spilled(a)
-    assert type(a.data.tier.manager._metadata.state.queue.policy) is LastInFirstOut
+    assert type(a.data.tier.manager._metadata.state.queue.policy.policy) is LastInFirstOut
     shown = (await gpuspill.settings(c)).loc[(a.address, "eviction_policy")]
     assert shown["in_force"] == f"{__name__}:LastInFirstOut"
+
+
+class Refusing(NextUsePolicy):
+    """Lets nothing go."""
+
+    def first(self):
+        return None
+
+
+class Unknown(NextUsePolicy):
+    """Names a value that there is not."""
+
+    def first(self):
+        return 1_000_000
+
+
+class Raising(NextUsePolicy):
+    """Works until it has to choose."""
+
+    def first(self):
+        raise ZeroDivisionError("by design")
+
+
+class Closed(NextUsePolicy):
+    """Works for no value at all."""
+
+    def insert(self, *args, **options):
+        raise ZeroDivisionError("by design")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("policy", [Refusing, Unknown, Raising, Closed])
+def test_a_policy_that_fails_stops_no_worker(policy, caplog):
+    @gen_cluster(
+        client=True,
+        nthreads=[("", 2)],
+        worker_kwargs={"data": gpuspill.data(eviction_policy=policy, host_limit="250 kB")},
+        config={"distributed.worker.memory.spill": False, "gpuspill.follow-process-memory": False},
+    )
+    async def body(c, s, a):
+        xs = c.map(np.full, [10_000] * 20, range(20))
+        assert sum(await c.gather(c.map(np.sum, xs))) == 10_000 * sum(range(20))
+        assert a.data.statistics().spills > 10
+        a.data.manager.validate()
+
+    with caplog.at_level(logging.ERROR, "gpuspill"):
+        body()
+    (message,) = [record.getMessage() for record in caplog.records if "policy" in record.getMessage()]
+    assert message.startswith("the eviction policy (gpuspill.eviction-policy) has failed")
 
 
 def dictionary(values):
