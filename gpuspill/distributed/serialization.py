@@ -23,6 +23,7 @@ from gpuspill.classes import is_plain
 from gpuspill.distributed.culprits import Named, culprit_of
 from gpuspill.distributed.pickling import pickled, unpickled
 from gpuspill.distributed.reductions import flat, keep_flag, registration
+from gpuspill.distributed.sizes import passive_nbytes
 from gpuspill.manager.ports import Serialized
 from gpuspill.storage.base import Buffer, Frame
 
@@ -121,6 +122,10 @@ class DeviceFamilies(DaskSerializer):
     def take_apart(self, value: Any) -> tuple[Any, Sequence[Any]]:
         """Return header and frames by the ``cuda`` family."""
         return serialize(value, serializers=("cuda",), on_error="raise")
+
+    def passive_nbytes(self, value: Any) -> int | None:
+        """Return what ``sizeof`` says of a type that dask knows; else what ``nbytes`` does, if it has that."""
+        return passive_nbytes(value)
 
     def put_together(self, header: Any, frames: Sequence[Any]) -> Any:
         """Return the value on its frames, by the ``cuda`` family."""

@@ -15,7 +15,7 @@ from gpuspill.core.sizes import UNKNOWN_NBYTES, as_nbytes
 from gpuspill.device.arrays import estimated_nbytes
 from gpuspill.walk import replace
 
-__all__ = ["SCALARS", "Claims", "Noted", "claimed_nbytes", "external_nbytes", "measure"]
+__all__ = ["SCALARS", "Claims", "Noted", "claimed_nbytes", "external_nbytes", "measure", "passive_nbytes"]
 
 #: There may be hundreds of thousands of them, and nothing has to be found out about them.
 SCALARS = identities(int, float, complex, bool, str, bytes, type(None))
@@ -40,6 +40,17 @@ def _is_known(cls: type) -> bool:
         with suppress(Exception):
             known = sizeof.dispatch(cls) is not sizeof_default  # type: ignore[no-untyped-call]
     return known
+
+
+def passive_nbytes(value: object) -> int | None:
+    """Return the size of an object in bytes without looking at its memory: by dask, else by ``nbytes``. Never raises.
+
+    None if neither tells it.
+    """
+    with suppress(Exception):
+        nbytes = sizeof(value) if _is_known(type(value)) else getattr(value, "nbytes", None)
+        return None if nbytes is None else as_nbytes(nbytes)
+    return None
 
 
 class Claims:

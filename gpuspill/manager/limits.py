@@ -88,14 +88,17 @@ class Evictor:
             if not self._evicting:
                 self._before = state.memory.limit, state.disk.limit
             self._evicting += 1
+            state.retry()
             # Below nothing, so that values of no size go as well, and whatever the offset takes off.
             state.set_limits(min(0, state.memory.offset) - 1, state.disk.limit)
         try:
             while True:
                 done = self._spiller.step() is not None
                 with self._metadata as state:
-                    gone = not (state.spilling or state.queue or self._metadata.others_letting_go())
-                    if self._metadata.closed or (done and gone):
+                    going = self._metadata.others_letting_go()
+                    if going:
+                        state.retry()  # it may be what holds others
+                    if self._metadata.closed or (done and not (state.spilling or state.queue or going)):
                         break
                 if done:
                     time.sleep(_PAUSE)  # another thread has the last ones in hand

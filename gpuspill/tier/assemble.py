@@ -11,7 +11,11 @@ from gpuspill.tier.registry import Book
 from gpuspill.tier.units import DeviceMemory, Leaf, Skeleton
 from gpuspill.walk import replace
 
-__all__ = ["Builder"]
+__all__ = ["Builder", "OthersInPlace"]
+
+
+class OthersInPlace(Exception):
+    """Others took the place of a unit since it was asked for: what is needed now has to be asked for anew."""
 
 
 class Builder:
@@ -45,6 +49,11 @@ class Builder:
             Anything.
         memories
             Where its units are on the device: unit → memory.
+
+        Raises
+        ------
+        OthersInPlace
+            A composite was taken apart meanwhile.
         """
         if type(value) is not Skeleton:
             return value
@@ -61,9 +70,15 @@ class Builder:
         return replace(value.tree, build)
 
     def _put_together(self, composite: Composite, memories: Mapping[Any, Any]) -> Any:
-        value = composite.value
+        whole = memories.get(composite.unit)
+        value = whole.value if isinstance(whole, DeviceObject) else None
+        if value is None:
+            value = composite.value
         if value is None:
             assert self._families is not None
+            assert composite.frames is not None
+            if not memories.keys() >= composite.units:
+                raise OthersInPlace
             frames = [
                 self._registry.rebuild(frame.recipe, memories[frame.unit].allocation)
                 if type(frame) is Leaf and frame.recipe is not None

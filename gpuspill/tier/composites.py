@@ -1,8 +1,13 @@
 """Values that a library takes apart itself: data frames, sparse matrices, whatever somebody registered.
 
 A *composite* is taken apart by the serialisation family for devices into a header and frames that alias its memory.
-The frames are arrays like others, so their memory becomes units. What no family for devices knows but says that its
-memory is on the device is *opaque*: it is moved whole, by the families for the host, and its size is what it claims.
+The frames are arrays like others, so their memory becomes units. That may copy on the device, and wait for it: cuDF
+takes it for a write if somebody asks for the address of memory that is shared. So a composite that tells its size
+without that is one unit until it has to leave. Then it is taken apart, by the thread that makes it leave: units of its
+memory take the place of its own, which stands for nothing from then on.
+
+What no family for devices knows but says that its memory is on the device is *opaque*: it is moved whole, by the
+families for the host, and its size is what it claims.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from gpuspill.device.port import AllocationId
 from gpuspill.manager.ports import Serializer
 from gpuspill.tier.units import Leaf, Unit
 
-__all__ = ["Composite", "DeviceObject", "Families"]
+__all__ = ["Composite", "DeviceObject", "Families", "TakenApart"]
 
 
 class Families(Serializer, Protocol):
@@ -34,6 +39,10 @@ class Families(Serializer, Protocol):
         """Return a value on its frames. It may change the header."""
         ...
 
+    def passive_nbytes(self, value: Any) -> int | None:
+        """Return the size that a value tells without being looked into, in bytes; None if it tells none."""
+        ...
+
 
 class Composite:
     """Stands for a composite in a skeleton. Shared by all skeletons of the same object.
@@ -43,20 +52,28 @@ class Composite:
     header
         What the family returned.
     frames
-        What it returned, with leaves in the place of what is on the device.
+        What it returned, with leaves in the place of what is on the device. None while it is whole.
+    unit
+        What stands for the whole, if it is or was.
     """
 
-    __slots__ = ("__weakref__", "_value", "frames", "header")
+    __slots__ = ("__weakref__", "_value", "frames", "header", "unit")
 
-    def __init__(self, header: Any, frames: Sequence[Leaf | Any]) -> None:
+    def __init__(self, header: Any, frames: Sequence[Leaf | Any] | None, unit: Unit | None = None) -> None:
         self.header = header
-        self.frames = tuple(frames)
+        self.frames = None if frames is None else tuple(frames)
+        self.unit = unit
         self._value: weakref.ref[Any] | None = None
+
+    @property
+    def counted(self) -> tuple[Unit, ...]:
+        """The units that a skeleton counts as references to."""
+        return tuple(self.units) if self.unit is None else (self.unit,)
 
     @property
     def units(self) -> set[Unit]:
         """The units of its frames."""
-        return {frame.unit for frame in self.frames if type(frame) is Leaf}
+        return {frame.unit for frame in self.frames or () if type(frame) is Leaf}
 
     @property
     def value(self) -> Any:
@@ -78,21 +95,30 @@ class Composite:
 
 
 class DeviceObject:
-    """An opaque object while it is on the device: a value of the device's manager.
+    """An opaque object, or a composite that is whole, while it is on the device: a value of the device's manager.
 
     Parameters
     ----------
     unit
         What stands for it.
     value
-        The object.
+        The object; None of a composite that was taken apart.
     identity
         The memory that it says it looks at.
+    composite
+        What stands for it in skeletons, if it is a composite.
     """
 
-    __slots__ = ("__weakref__", "identity", "unit", "value")
+    __slots__ = ("__weakref__", "composite", "identity", "unit", "value")
 
-    def __init__(self, unit: Unit, value: Any, identity: AllocationId) -> None:
+    def __init__(self, unit: Unit, value: Any, identity: AllocationId, composite: Composite | None = None) -> None:
         self.unit = unit
         self.value = value
         self.identity = identity
+        self.composite = composite
+
+
+class TakenApart:
+    """What is left of the unit of a composite when others have taken its place: a value of no bytes."""
+
+    __slots__ = ("__weakref__",)

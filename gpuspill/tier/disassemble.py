@@ -10,7 +10,7 @@ from typing import Any
 from gpuspill.classes import is_instance, named
 from gpuspill.device.arrays import ArrayDescription, Recipe
 from gpuspill.device.external import external_types
-from gpuspill.tier.composites import Composite
+from gpuspill.tier.composites import Composite, DeviceObject
 from gpuspill.tier.entry import Entry
 from gpuspill.tier.finding import Finder, Kind
 from gpuspill.tier.registry import Book
@@ -108,9 +108,46 @@ class Disassembler:
     def _composite(self, item: Any, units: dict[Unit, None]) -> Composite | None:
         known = self._book.join_composite(item)
         if known is not None:
-            for unit in known.units:
+            for unit in known.counted:
                 self._count(unit, units)
             return known
+        nbytes = self._finder.passive_nbytes(item)
+        if nbytes is not None:
+            whole = self._entry.join_composite(item, nbytes)
+            for unit in whole.counted:
+                self._count(unit, units)
+            return whole
+        apart = self._frames(item, units)
+        if apart is None:
+            return None
+        composite = Composite(*apart)
+        self._book.remember(composite, item)
+        return composite
+
+    def take_apart(self, memory: DeviceObject) -> None:
+        """Let units of its own memory take the place of a composite that has to leave. Blocks for what its type does.
+
+        Raises
+        ------
+        TypeError
+            It cannot be taken apart.
+        """
+        composite, unit = memory.composite, memory.unit
+        assert composite is not None
+        if composite.frames is None:
+            units: dict[Unit, None] = {}
+            apart = self._frames(memory.value, units)
+            if apart is None:
+                raise TypeError(f"a {named(type(memory.value))} cannot be taken apart")
+            if not self._book.take_apart(composite, *apart, tuple(units)):
+                self._book.dead.append((False, tuple(units)))
+                self._settle()
+                return
+        memory.value = None  # it would keep the parts from leaving
+        self._entry.take_place(unit)
+
+    def _frames(self, item: Any, units: dict[Unit, None]) -> tuple[Any, list[Any]] | None:
+        """Take a composite apart: return its header and its frames, with leaves where `units` then has a unit."""
         taken = self._finder.take_apart(item)
         if taken is None:
             return None
@@ -124,9 +161,7 @@ class Disassembler:
             assert joined is not None, f"{found.identity} was borrowed and now cannot be"
             self._count(joined, units)
             leaves.append(Leaf(joined, _frame_recipe(found)))
-        composite = Composite(header, leaves)
-        self._book.remember(composite, item)
-        return composite
+        return header, leaves
 
     def _count(self, unit: Unit, units: dict[Unit, None]) -> None:
         if unit in units:
@@ -150,7 +185,12 @@ class Disassembler:
                 return item
             described = finder.find(item)
             if described is Kind.COMPOSITE:
-                if not book.knows_composite(item):
+                nbytes = finder.passive_nbytes(item)
+                if book.knows_composite(item):
+                    pass
+                elif nbytes is not None:
+                    found[id(item)] = nbytes
+                else:
                     taken = finder.take_apart(item)
                     for _, frame in () if taken is None else taken[1]:
                         if frame is not None:

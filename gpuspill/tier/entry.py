@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from gpuspill.device.arrays import ArrayDescription
-from gpuspill.device.port import Device
+from gpuspill.device.port import AllocationId, Device
 from gpuspill.manager import ProxifyManager
-from gpuspill.tier.composites import DeviceObject
+from gpuspill.tier.composites import Composite, DeviceObject, TakenApart
 from gpuspill.tier.registry import Book
 from gpuspill.tier.units import DeviceMemory, Unit
 
@@ -81,6 +82,28 @@ class Entry:
             if unit is not new:
                 self._withdraw(new)
         return unit
+
+    def join_composite(self, value: Any, nbytes: int) -> Composite:
+        """Return what stands for a composite that stays whole until it has to leave."""
+        unit = self._book.create(nbytes, estimated=True)
+        new = Composite(None, None, unit)
+        self._manager.store(
+            unit, DeviceObject(unit, value, AllocationId(self._device.identity, 0, nbytes), new), nbytes
+        )
+        composite = self._book.enter_composite(new, value)
+        if composite is not new:
+            self._withdraw(unit)
+        return composite
+
+    def take_place(self, unit: Unit) -> None:
+        """Let the parts of a unit, which are known, leave in its place."""
+        self._manager.store(unit, TakenApart(), 0, spillable=False)
+        # As what was used up: they are next, as it was.
+        self._manager.uses.expect(unit.parts, (float("inf"),), unit)
+        self._manager.uses.drop(unit.parts, unit)
+        if not unit.references:  # given up meanwhile
+            with suppress(KeyError):
+                self._manager.discard(unit)
 
     def _withdraw(self, unit: Unit) -> None:
         self._book.give_up(unit)

@@ -99,6 +99,10 @@ class Finder:
             return found
         return found[0], self._device.produced(found[0])
 
+    def passive_nbytes(self, composite: Any) -> int | None:
+        """Return the size of a composite as far as it is known without looking into it, in bytes."""
+        return None if self._families is None else self._families.passive_nbytes(composite)
+
     def take_apart(self, composite: Any) -> tuple[Any, list[tuple[Any, ArrayDescription | None]]] | None:
         """Return the header and the frames of a composite, described where they are on the device.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from gpuspill.errors import DataLostError, ManagerClosed, answerable
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
-from gpuspill.tier.assemble import Builder
+from gpuspill.tier.assemble import Builder, OthersInPlace
 from gpuspill.tier.units import Skeleton
 
 __all__ = ["Reader", "lost"]
@@ -56,10 +57,13 @@ class Reader:
             return value
         self._forbid_inherited()
         self._settle()
-        with self._manager.admission.pin(value.units) as pins:
-            if not self.is_ready(value):
-                self._verify()
-            return self._builder.build(value, self._manager.batch.materialize(pins))
+        while True:
+            with self._manager.admission.pin(value.units) as pins:
+                if not self.is_ready(value):
+                    self._verify()
+                memories = self._manager.batch.materialize(pins)
+                with suppress(OthersInPlace):
+                    return self._builder.build(value, memories)
 
     def _forbid_inherited(self) -> None:
         if self._manager.inherited:
@@ -108,6 +112,8 @@ class Reader:
                 try:
                     memories = source.result()
                     result.set_result({key: self._builder.build(value, memories) for key, value in held.items()})
+                except OthersInPlace:
+                    self.read_later(held, None).add_done_callback(partial(_pass_on, result))
                 except DataLostError as error:
                     result.set_exception(_named(error, held))
                 except BaseException as error:
@@ -125,6 +131,15 @@ class Reader:
             # First all that was promised, and out of it. What fails there fails again below.
             self._manager.batch.materialize_later(admission).add_done_callback(build if pins is None else read_rest)
         return result
+
+
+def _pass_on(result: Future[Any], source: Future[Any]) -> None:
+    with suppress(InvalidStateError):  # cancelled
+        error = source.exception()
+        if error is None:
+            result.set_result(source.result())
+        else:
+            result.set_exception(error)
 
 
 def lost(error: DataLostError, key: Hashable) -> DataLostError:

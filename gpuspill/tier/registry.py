@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from sys import getrefcount
@@ -23,7 +23,7 @@ from typing import Any
 from gpuspill import forks
 from gpuspill.device.arrays import ArrayRegistry, Recipe
 from gpuspill.device.port import Allocation, AllocationId, Device
-from gpuspill.tier.composites import Composite, DeviceObject
+from gpuspill.tier.composites import Composite, DeviceObject, TakenApart
 from gpuspill.tier.units import Dead, DeviceMemory, Skeleton, Unit, Watch
 
 __all__ = ["Book"]
@@ -55,6 +55,8 @@ class Book:
         What skeletons let go of.
     skeletons
         How many there are.
+    taken_apart
+        How many units stand for nothing, since others took their place.
     estimated_nbytes
         Bytes of the units whose size is estimated, wherever they are.
 
@@ -79,6 +81,7 @@ class Book:
         self._composites: weakref.WeakValueDictionary[int, Composite] = weakref.WeakValueDictionary()
         self.dead: Dead = deque()
         self.skeletons = 0
+        self.taken_apart = 0
         self.estimated_nbytes = 0
         # What is reported for an object to which only its DeviceObject refers; it differs between releases of Python.
         alone = DeviceObject(Unit(0, 0), object(), AllocationId("", 0, 0))
@@ -192,7 +195,7 @@ class Book:
         """Whether :meth:`join_composite` would find it."""
         with self._lock:
             known = self._composites.get(id(value))
-            return known is not None and known.value is value and all(unit.references > 0 for unit in known.units)
+            return known is not None and known.value is value and all(unit.references > 0 for unit in known.counted)
 
     def join_composite(self, value: Any) -> Composite | None:
         """Return what stands for a composite that is known, with one reference more to each of its units."""
@@ -200,9 +203,41 @@ class Book:
             if not self.knows_composite(value):
                 return None
             known = self._composites[id(value)]
-            for unit in known.units:
+            for unit in known.counted:
                 unit.references += 1
             return known
+
+    def enter_composite(self, composite: Composite, value: Any) -> Composite:
+        """Note a composite that is whole; returns the one in force, whose unit has one reference more."""
+        with self._lock:
+            known = self.join_composite(value)
+            if known is not None:
+                return known
+            assert composite.unit is not None
+            composite.unit.references += 1
+            composite.remember(value)
+            self._composites[id(value)] = composite
+        return composite
+
+    def take_apart(self, composite: Composite, header: Any, frames: Sequence[Any], parts: tuple[Unit, ...]) -> bool:
+        """Note what a composite was taken apart into. Its unit gets the references to `parts` that the caller has.
+
+        False if nobody needs it any more.
+        """
+        unit = composite.unit
+        assert unit is not None
+        with self._lock:
+            if not unit.references:
+                return False
+            self.estimated_nbytes -= unit.nbytes
+            self.taken_apart += 1
+            unit.nbytes, unit.estimated = 0, False
+            composite.header, composite.frames = header, tuple(frames)
+            value = composite.value
+            if value is not None:
+                composite.remember(value)  # they are in use while somebody has it
+            unit.parts = parts
+        return True
 
     def remember(self, composite: Composite, value: Any) -> Any:
         """Note the object that a composite is now; returns the one to use: another thread may have made one."""
@@ -269,10 +304,12 @@ class Book:
 
     # -- custody: called under the manager's lock --------------------------------------------------
 
-    def held(self, memory: DeviceMemory | DeviceObject) -> bool:
+    def held(self, memory: DeviceMemory | DeviceObject | TakenApart) -> bool:
         """Whether somebody has an array on it, or keeps its memory where that cannot be noticed later."""
+        if type(memory) is TakenApart:
+            return False
         if type(memory) is DeviceObject:
-            return getrefcount(memory.value) > self._unheld
+            return memory.value is not None and getrefcount(memory.value) > self._unheld
         assert isinstance(memory, DeviceMemory)
         if memory.unit.in_use:
             return True
@@ -287,9 +324,9 @@ class Book:
         del keeper
         return getrefcount(alone.keeper)
 
-    def leave(self, memory: DeviceMemory | DeviceObject) -> Callable[[], DeviceMemory | None] | None:
+    def leave(self, memory: DeviceMemory | DeviceObject | TakenApart) -> Callable[[], DeviceMemory | None] | None:
         """Note that a unit leaves the device; return what brings it back if its memory lingers."""
-        if isinstance(memory, DeviceObject):
+        if isinstance(memory, DeviceObject | TakenApart):
             return None
         watch, unit = memory.watch, memory.unit
         if watch is None:
@@ -326,6 +363,9 @@ class Book:
                     if not unit.references:
                         unused.append(unit)
                         self.estimated_nbytes -= unit.nbytes if unit.estimated else 0
+                        if unit.parts:
+                            self.taken_apart -= 1
+                            self.dead.append((False, unit.parts))
             while self._departed:
                 entry = self._departed.popleft()
                 identity = entry.watch.identity
@@ -354,6 +394,8 @@ class Book:
     def identified(self, memory: DeviceMemory | DeviceObject) -> bool:
         """Whether the allocation of a unit on the device is known as that unit's. For tests."""
         with self._lock:
+            if isinstance(memory, DeviceObject) and memory.composite is not None:
+                return memory.composite.unit is memory.unit
             if isinstance(memory, DeviceObject):
                 return self._objects.get(id(memory.value)) is memory
             entry = self._known.get(memory.identity)

@@ -41,6 +41,11 @@ class DeviceSerializer:
         Moves bytes between the device and files; None if nothing can.
     pinned
         Pinned memory for what leaves; None if there is none.
+
+    Attributes
+    ----------
+    take_apart
+        Called with a composite that has to leave, in the thread that makes it leave.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class DeviceSerializer:
         pinned: PinnedPool | None = None,
     ) -> None:
         self._pinned = pinned
+        self.take_apart: Callable[[DeviceObject], object] = lambda memory: None
         self._families = families
         self.past_host = past_host
         self._device = device
@@ -78,7 +84,7 @@ class DeviceSerializer:
             The device reports an error. The unit stays where it is, and may be tried again.
         """
         if isinstance(value, DeviceObject):
-            return self._dump_object(value)
+            return self._dump_object(value) if value.composite is None else self._take_apart(value)
         assert isinstance(value, DeviceMemory)
         return Serialized(str(value.unit.number).encode(), [_UnitStream(self, value.allocation, value.unit)])
 
@@ -155,6 +161,11 @@ class DeviceSerializer:
                     streams[handle] = None if kept is None else self._device.produced(handle)
         found.update((event, None) for event in streams.values() if event is not None)
         return None if None in streams.values() else list(found)
+
+    def _take_apart(self, memory: DeviceObject) -> Serialized:
+        self.take_apart(memory)
+        # A record that nobody reads: its unit is stored anew, and has no bytes.
+        return Serialized(str(memory.unit.number).encode(), [])
 
     def _dump_object(self, memory: DeviceObject) -> Serialized:
         assert self._families is not None

@@ -18,7 +18,7 @@ from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.tier.assemble import Builder
-from gpuspill.tier.composites import DeviceObject, Families
+from gpuspill.tier.composites import DeviceObject, Families, TakenApart
 from gpuspill.tier.disassemble import Disassembler
 from gpuspill.tier.entry import Entry
 from gpuspill.tier.finding import Finder
@@ -149,6 +149,7 @@ class DeviceTier:
         entry = Entry(device, self._book, self.manager)
         self._finder = Finder(device, registry, families)
         self._disassembler = Disassembler(self._finder, self._book, entry, self.settle)
+        self._serializer.take_apart = self._disassembler.take_apart
         self._reader = Reader(self.manager, Builder(registry, families, self._book), self.settle, self._guard.verify)
 
     # -- in ----------------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ class DeviceTier:
             host_pinned_used_nbytes=pinned.lent_nbytes,
             host_pinned_refused=pinned.refused,
             limit=statistics.limit,
-            units=statistics.values,
+            units=statistics.values - self._book.taken_apart,
             device_nbytes=statistics.host_nbytes,
             pinned_nbytes=statistics.pinned_nbytes,
             reserved_nbytes=statistics.reserved_nbytes,
@@ -422,7 +423,9 @@ class DeviceTier:
             assert isinstance(key, Unit)
             assert key.references > 0, f"{key} is kept although nobody refers to it"
             memory = self.manager.peek(key)
-            if memory is not None:
+            if type(memory) is TakenApart:
+                assert key.nbytes == self.manager.nbytes(key) == 0
+            elif memory is not None:
                 assert memory.unit is key
                 assert memory.identity.nbytes == key.nbytes == self.manager.nbytes(key)
                 assert self._book.identified(memory), f"{key} is on the device and not known there"
@@ -443,5 +446,7 @@ def _part_of(host: ProxifyManager, limit: float) -> int:
 
 
 def _sizeof(value: object) -> int:
+    if type(value) is TakenApart:
+        return 0
     assert isinstance(value, DeviceMemory | DeviceObject)
     return value.unit.nbytes

@@ -66,9 +66,11 @@ class Unit(Internal):
     streams
         Streams on which it is used that may not be in order with the default one: what keeps each, or an event after
         which its memory is filled, or None if there is neither.
+    parts
+        The units that took its place: it was a composite, which was taken apart when it had to leave.
     """
 
-    __slots__ = ("arrays", "estimated", "nbytes", "offered", "references", "streams", "users")
+    __slots__ = ("arrays", "estimated", "nbytes", "offered", "parts", "references", "streams", "users")
     called = "device allocation"
 
     def __init__(self, number: int, nbytes: int, *, estimated: bool = False) -> None:
@@ -79,6 +81,7 @@ class Unit(Internal):
         self.users: set[Any] = set()
         self.offered: Any = None
         self.streams: dict[int, Any] = {}
+        self.parts: tuple[Unit, ...] = ()
         self.arrays: dict[Any, weakref.ref[Any]] = {}
 
     @property
@@ -183,12 +186,18 @@ class Skeleton:
         Where they go when it dies.
     """
 
-    __slots__ = ("__weakref__", "_ending", "tree", "units")
+    __slots__ = ("__weakref__", "_ending", "_units", "tree")
 
     def __init__(self, tree: Any, units: tuple[Unit, ...], dead: Dead) -> None:
         self.tree = tree
-        self.units = units
+        self._units = units
         self._ending = Ending(partial(dead.append, (True, units)))
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units that it needs now: those that took the place of one are among them."""
+        parts = [part for unit in self._units if unit.parts for part in unit.parts]
+        return tuple(dict.fromkeys([*self._units, *parts])) if parts else self._units
 
     @property
     def device_nbytes(self) -> int:

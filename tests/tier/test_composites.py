@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import types
 import weakref
 
@@ -308,6 +309,198 @@ def test_frames_of_no_library_come_back_as_memory_with_the_interface():
     again = registry.describe(rebuilt)
     assert (again.identity, again.owner, again.layout.offset) == (memory.identity, memory, 0)
     assert again.token == "token"
+
+
+# -- composites that tell their size: whole until they have to leave ----------------------------------
+
+
+class Shy(Frame):
+    """As cuDF's: it tells its size, and to be looked into is noted, since that may copy on the device."""
+
+    looks: list[int] = []  # noqa: RUF012
+    before_look: list = []  # noqa: RUF012
+
+    @property
+    def nbytes(self):
+        return sum(column.nbytes for column in self.columns.values())
+
+
+@cuda_serialize.register(Shy)
+def _(shy):
+    while Shy.before_look:
+        Shy.before_look.pop()()
+    Shy.looks.append(threading.get_ident())
+    return {"names": list(shy.columns)}, list(shy.columns.values())
+
+
+@cuda_deserialize.register(Shy)
+def _(header, frames):
+    return Shy(dict(zip(header["names"], frames, strict=True)))
+
+
+@pytest.fixture
+def looks():
+    Shy.looks.clear()
+    yield Shy.looks
+    Shy.looks.clear()
+    assert not Shy.before_look
+
+
+def test_a_composite_is_looked_into_when_it_has_to_leave_and_not_before(rig, looks):
+    frame = Shy({"x": asarray(np.arange(10.0)), "y": asarray(np.ones(5))})
+    assert rig.tier.new_nbytes([frame]) == 120
+    rig.put("f", frame)
+    rig.put("g", [frame])
+    assert rig.tier.new_nbytes([frame]) == 0
+    statistics = rig.tier.statistics()
+    assert (statistics.units, statistics.device_nbytes, statistics.estimated_nbytes) == (1, 120, 120)
+    assert rig.get("f") is rig.get("g")[0] is frame
+    rig.to_host()  # somebody has it
+    assert looks == []
+    del frame
+    rig.to_host()
+    assert len(looks) == 1
+    statistics = rig.tier.statistics()
+    assert (statistics.units, statistics.device_nbytes, statistics.estimated_nbytes, rig.live()) == (2, 0, 0, 0)
+    found = rig.get("f")
+    assert rig.get("g")[0] is found
+    np.testing.assert_array_equal(asnumpy(found.columns["x"]), np.arange(10.0))
+    np.testing.assert_array_equal(asnumpy(found.columns["y"]), np.ones(5))
+    rig.put("h", found)
+    del found
+    rig.to_disk()
+    np.testing.assert_array_equal(asnumpy(rig.get("h").columns["y"]), np.ones(5))
+    assert len(looks) == 1
+    assert rig.tier.statistics().device_nbytes == rig.live() == 120
+
+
+def test_composites_share_memory_after_they_were_taken_apart(rig, looks):
+    base = asarray(np.arange(24.0))
+    rig.put("f", Shy({"all": base, "own": asarray(np.ones(2))}))
+    rig.put("g", [Shy({"tail": base[20:]})])
+    rig.put("base", base)
+    del base
+    assert looks == []
+    rig.to_disk()
+    assert len(looks) == 2
+    assert rig.tier.statistics().units == 2
+    f, (g,), base = rig.get("f"), rig.get("g"), rig.get("base")
+    assert f.columns["all"].allocation is g.columns["tail"].allocation is base.allocation
+    assert rig.tier.statistics().device_nbytes == rig.live() == 192 + 16
+
+
+def test_one_that_shares_memory_with_a_value_in_use_gives_up_the_rest(rig, looks):
+    base = asarray(np.arange(24.0))
+    rig.put("base", base)
+    rig.put("f", Shy({"all": base, "own": asarray(np.ones(2))}))
+    assert rig.tier.statistics().device_nbytes == 192 + 192 + 16  # for what each says
+    rig.to_host()
+    assert rig.tier.statistics().device_nbytes == rig.live() == 192
+    assert rig.get("f").columns["all"].allocation is base.allocation
+
+
+@pytest.mark.parametrize("how", ["out of memory", "limit"])
+def test_its_memory_leaves_before_other_values(rig, looks, how):
+    rig.put("f", Shy({"x": asarray(np.arange(10.0))}))
+    rig.put("other", asarray(np.ones(10)))
+    if how == "limit":
+        rig.tier.manager.limits.set_limit(120, None)
+        with rig.tier.manager.admission.reserve(0) as room:
+            assert room.wait(60)
+    else:
+        rest = rig.device.allocate(64 * KB - 160)
+        more = rig.device.allocate(80)
+        del rest, more
+    assert len(looks) == 1
+    assert rig.live() == 80
+    assert rig.tier.is_ready(rig.keys["other"])
+    assert not rig.tier.is_ready(rig.keys["f"])
+
+
+MEANWHILE = ["read", "read later", "delete", "overwrite", "again", "pin"]
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_while_it_is_taken_apart(rig, looks, meanwhile):
+    rig.put("f", Shy({"x": asarray(np.arange(10.0)), "y": asarray(np.ones(10))}))
+    kept = []
+
+    def action():
+        if meanwhile == "read":
+            kept.append(rig.get("f"))
+        elif meanwhile == "read later":
+            kept.append(rig.tier.resolve_later({"f": rig.keys["f"]}).result(60)["f"])
+        elif meanwhile == "delete":
+            del rig.keys["f"]
+            rig.tier.settle()
+        elif meanwhile == "overwrite":
+            rig.put("f", asarray(np.zeros(3)))
+        elif meanwhile == "again":
+            rig.put("g", rig.get("f"))
+        else:
+            kept.append(rig.tier.admit(None, [rig.keys["f"]]))
+
+    Shy.before_look.append(action)
+    rig.to_host()
+    statistics = rig.tier.statistics()
+    if meanwhile != "pin":  # which keeps what was there, and is charged for it
+        assert rig.live() == statistics.device_nbytes + statistics.lingering_nbytes
+    if meanwhile == "pin":
+        (admission,) = kept
+        assert admission.wait(60)
+        found = rig.tier.resolve_all({"f": rig.keys["f"]}, admission)["f"]
+        admission.release()
+        np.testing.assert_array_equal(asnumpy(found.columns["x"]), np.arange(10.0))
+        del found
+    elif kept:
+        assert rig.get("f") is kept[0]
+    kept.clear()
+    if meanwhile == "overwrite":
+        np.testing.assert_array_equal(asnumpy(rig.get("f")), np.zeros(3))
+    elif meanwhile != "delete":
+        rig.to_disk()
+        assert rig.live() == 0
+        found = rig.get("f")
+        np.testing.assert_array_equal(asnumpy(found.columns["x"]), np.arange(10.0))
+        if meanwhile == "again":
+            assert rig.get("g") is found
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_others_take_its_place_while_it_is_read(rig, looks, monkeypatch, later):
+    """Who reads it has asked for its own unit only, which has nothing left then."""
+    rig.put("f", Shy({"x": asarray(np.arange(10.0))}))
+    pin = rig.tier.manager.admission.pin
+
+    def late(units):
+        monkeypatch.undo()
+        rig.to_host()
+        return pin(units)
+
+    monkeypatch.setattr(rig.tier.manager.admission, "pin", late)
+    skeleton = rig.keys["f"]
+    found = rig.tier.resolve_later({"f": skeleton}).result(60)["f"] if later else rig.tier.resolve(skeleton)
+    np.testing.assert_array_equal(asnumpy(found.columns["x"]), np.arange(10.0))
+    assert len(looks) == 1
+
+
+class Stubborn(Shy):
+    """Says how large it is, and cannot be taken apart."""
+
+
+@cuda_serialize.register(Stubborn)
+def _(frame):
+    raise ValueError("cannot be taken apart")
+
+
+def test_one_that_cannot_be_taken_apart_stays_and_others_go(rig, caplog):
+    rig.put("bad", Stubborn({"x": asarray(np.ones(3))}))
+    rig.put("good", Shy({"x": asarray(np.ones(10))}))
+    rig.to_host()
+    assert rig.live() == 24
+    assert type(rig.get("bad")) is Stubborn
+    assert "Stubborn cannot be taken apart" in caplog.text
 
 
 # -- one composite, several threads: each order made to happen -----------------------------------------

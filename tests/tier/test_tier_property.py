@@ -62,6 +62,34 @@ def _(header, frames):
     return Pair(*frames)
 
 
+class Whole(Pair):
+    """A composite that tells its size, and so stays whole until it has to leave."""
+
+    @property
+    def nbytes(self):
+        return self.left.nbytes + self.right.nbytes
+
+
+@cuda_serialize.register(Whole)
+def _(whole):
+    return {}, [whole.left, whole.right]
+
+
+@cuda_deserialize.register(Whole)
+def _(header, frames):
+    return Whole(*frames)
+
+
+#: Containers of two arrays with composites that stay whole.
+WHOLES = st.sampled_from(
+    [
+        lambda x, y: Whole(x, y),
+        lambda x, y: [Whole(y, x), x],
+        lambda x, y: {"one": Whole(x, x), "other": [Whole(x, y), y]},
+    ]
+)
+
+
 def arrays(value):
     """Yield the arrays in a value, in a fixed order."""
     if isinstance(value, Array | np.ndarray):
@@ -256,5 +284,29 @@ class Tiers(RuleBasedStateMachine):
         self.use.__exit__(None, None, None)
 
 
+class TiersOfWholes(Tiers):
+    """With composites that are charged for what they say until they are taken apart, shared memory more than once."""
+
+    @rule(key=KEYS, one=Tiers.held, two=Tiers.held, shape=WHOLES)
+    def store_whole(self, key, one, two, shape):
+        self.store(key, one, two, shape)
+
+    @rule(key=KEYS, other=KEYS)
+    def store_under_another_name(self, key, other):
+        if key in self.keys:
+            self.keys[other] = self.tier.proxify([self.tier.resolve(self.keys[key])])
+            self.model[other] = [self.model[key]]
+
+    @invariant()
+    def at_rest(self):
+        if hasattr(self, "tier"):
+            with self.tier.manager.admission.reserve(0) as room:
+                room.wait(60)
+            self.tier.validate()
+            self.host.validate()
+            self.device.validate()
+
+
 TestTiers = Tiers.TestCase
-TestTiers.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
+TestTiersOfWholes = TiersOfWholes.TestCase
+TestTiers.settings = TestTiersOfWholes.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
