@@ -55,11 +55,9 @@ class Finder:
         boring = {ident for ident, cls in found.items() if not self._concerns(cls)}
         return None if len(boring) == len(found) else boring
 
-    def has_parts(self, value: Any) -> bool:
-        """Whether to take a value apart takes longer the more is in it: a container, or a composite. Fast."""
-        if is_container(value):
-            return True
-        return self._families is not None and self._families.takes_apart(type(value))
+    def may_concern(self, value: Any) -> bool:
+        """Whether a value may have something on the device, as far as its type tells. Fast."""
+        return is_container(value) or self._concerns(type(value))
 
     def _concerns(self, cls: type) -> bool:
         adapter = self._registry.adapter(cls)

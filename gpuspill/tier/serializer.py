@@ -163,18 +163,23 @@ class DeviceSerializer:
         return None if None in streams.values() else list(found)
 
     def _take_apart(self, memory: DeviceObject) -> Serialized:
+        # On which streams it was used is not known.
+        self._synchronize()
         self.take_apart(memory)
         # A record that nobody reads: its unit is stored anew, and has no bytes.
         return Serialized(str(memory.unit.number).encode(), [])
 
     def _dump_object(self, memory: DeviceObject) -> Serialized:
         assert self._families is not None
+        self._synchronize()
+        header, frames = self._families.dumps(memory.value)
+        return Serialized(b"%d:%s" % (memory.unit.number, header), frames)
+
+    def _synchronize(self) -> None:
         try:
             self._device.synchronize()
         except DeviceError as error:
             raise StorageError(f"could not copy from {self._device!r}: {error}") from None
-        header, frames = self._families.dumps(memory.value)
-        return Serialized(b"%d:%s" % (memory.unit.number, header), frames)
 
     def _load_object(self, header: bytes, frames: Sequence[memoryview]) -> DeviceObject:
         assert self._families is not None

@@ -155,7 +155,9 @@ class DeviceTier:
     # -- in ----------------------------------------------------------------------------------------
 
     def prepare(self, value: Any, label: Hashable = None) -> Any:
-        """Take a value with parts apart before it is stored, in the calling thread, which is none that others wait for.
+        """Take a value apart before it is stored, in the thread that made it.
+
+        That takes the longer the more is in it, and some libraries have a current stream in each thread.
 
         Parameters
         ----------
@@ -166,9 +168,9 @@ class DeviceTier:
         -------
         object
             What :meth:`proxify` and :meth:`new_nbytes` take in the place of the value, and then have nothing left to
-            look for; the value itself if that is quickly done at any time.
+            look for; the value itself if it has nothing on the device.
         """
-        if self.manager.inherited or not self._finder.has_parts(value):
+        if self.manager.inherited or not self._finder.may_concern(value):
             return value
         new_nbytes = self.new_nbytes(value)
         return Prepared(value, self.proxify(value, label), new_nbytes)

@@ -431,6 +431,24 @@ def _(header, frames):
     return Table(*frames)
 
 
+class SizedTable(Table):
+    """One that tells its size, and so is looked into when it has to leave."""
+
+    @property
+    def nbytes(self):
+        return sum(column.nbytes for column in self.columns)
+
+
+@cuda_serialize.register(SizedTable)
+def _(table):
+    return {}, list(table.columns)
+
+
+@cuda_deserialize.register(SizedTable)
+def _(header, frames):
+    return SizedTable(*frames)
+
+
 class Foreign:
     """Has no equality and no hash."""
 
@@ -447,6 +465,7 @@ LARGE = {
     "arrays": lambda: {i: [make(i, 80), np.float64(i)] for i in range(100)},
     "composite": lambda: Table(make(1), make(2)),
     "composites": lambda: [Table(make(1), make(2)), Table(make(3))],
+    "sized": lambda: [SizedTable(make(1), make(2)), [SizedTable(make(3))]],
 }
 
 
@@ -474,7 +493,7 @@ async def test_results_are_taken_apart_in_their_tasks_thread(c, s, a, device, lo
 
 
 def _same(one, other):
-    if type(one) is Table:
+    if type(one) in (Table, SizedTable):
         one, other = one.columns, other.columns
     if type(one) in (list, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
@@ -483,6 +502,22 @@ def _same(one, other):
     if type(one) is Array:
         return bool((one == other).all())
     return type(one) is type(other) and (type(one) is Foreign or one == other)
+
+
+@on_device()
+async def test_data_frames_are_looked_into_by_the_threads_that_make_them_leave(c, s, a, device, looked_at):
+    """Four times the device; and of those that never leave none is."""
+    n = 4 * LIMIT // CHUNK
+    made = c.map(lambda i: SizedTable(make(i, CHUNK // 2), make(i, CHUNK // 2)), range(n), pure=False)
+    await wait(made)
+    assert await c.gather(c.map(lambda table: total(*table.columns), made)) == [i * CHUNK // 8 for i in range(n)]
+    assert looked_at.pop(threading.get_ident(), 0) == 0
+    assert LIMIT * 3 // CHUNK <= sum(looked_at.values()) <= n
+    statistics = await checked(a)
+    assert statistics.device_nbytes == device.statistics().live_bytes <= LIMIT
+    del made
+    await async_poll_for(lambda: not (a.data or a.data.tier.statistics().units), timeout=10)
+    assert device.statistics().live_bytes == 0
 
 
 @dataclasses.dataclass

@@ -309,4 +309,5 @@ class TiersOfWholes(Tiers):
 
 TestTiers = Tiers.TestCase
 TestTiersOfWholes = TiersOfWholes.TestCase
-TestTiers.settings = TestTiersOfWholes.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
+TestTiers.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
+TestTiersOfWholes.settings = TestTiers.settings
