@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace as replace_fields
 from typing import Any
 
@@ -76,8 +76,7 @@ class Disassembler:
         try:
             tree = replace(value, stand_in, boring)
         except BaseException as error:
-            self._book.dead.append((False, tuple(units)))
-            self._settle()
+            self._give_back(units)
             if not isinstance(error, Exception):
                 raise
             # Looking into somebody's types runs their code. Storing must not fail for it: then the value stays whole.
@@ -140,8 +139,7 @@ class Disassembler:
             if apart is None:
                 raise TypeError(f"a {named(type(memory.value))} cannot be taken apart")
             if not self._book.take_apart(composite, *apart, tuple(units)):
-                self._book.dead.append((False, tuple(units)))
-                self._settle()
+                self._give_back(units)
                 return
         memory.value = None  # it would keep the parts from leaving
         self._entry.take_place(unit)
@@ -162,6 +160,12 @@ class Disassembler:
             self._count(joined, units)
             leaves.append(Leaf(joined, _frame_recipe(found)))
         return header, leaves
+
+    def _give_back(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            unit.offered = None
+        self._book.dead.append((False, tuple(units)))
+        self._settle()
 
     def _count(self, unit: Unit, units: dict[Unit, None]) -> None:
         if unit in units:

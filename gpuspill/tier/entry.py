@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -97,6 +98,7 @@ class Entry:
 
     def take_place(self, unit: Unit) -> None:
         """Let the parts of a unit, which are known, leave in its place."""
+        self.renew(unit.parts)
         self._manager.store(unit, TakenApart(), 0, spillable=False)
         # As what was used up: they are next, as it was.
         self._manager.uses.expect(unit.parts, (float("inf"),), unit)
@@ -104,6 +106,14 @@ class Entry:
         if not unit.references:  # given up meanwhile
             with suppress(KeyError):
                 self._manager.discard(unit)
+
+    def renew(self, units: Iterable[Unit]) -> None:
+        """Count the memory that the caller has in hand as what units are, wherever they were, changed or not."""
+        try:
+            self._manager.renew(units)
+        finally:
+            for unit in units:
+                unit.offered = None
 
     def _withdraw(self, unit: Unit) -> None:
         self._book.give_up(unit)

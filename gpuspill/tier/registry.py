@@ -231,12 +231,12 @@ class Book:
                 return False
             self.estimated_nbytes -= unit.nbytes
             self.taken_apart += 1
+            unit.parts = parts
             unit.nbytes, unit.estimated = 0, False
             composite.header, composite.frames = header, tuple(frames)
             value = composite.value
             if value is not None:
                 composite.remember(value)  # they are in use while somebody has it
-            unit.parts = parts
         return True
 
     def remember(self, composite: Composite, value: Any) -> Any:

@@ -426,10 +426,11 @@ class DeviceTier:
             assert key.references > 0, f"{key} is kept although nobody refers to it"
             memory = self.manager.peek(key)
             if type(memory) is TakenApart:
-                assert key.nbytes == self.manager.nbytes(key) == 0
+                assert self.manager.nbytes(key) == 0
             elif memory is not None:
                 assert memory.unit is key
-                assert memory.identity.nbytes == key.nbytes == self.manager.nbytes(key)
+                assert memory.identity.nbytes == self.manager.nbytes(key)
+                assert key.nbytes == memory.identity.nbytes or key.parts
                 assert self._book.identified(memory), f"{key} is on the device and not known there"
 
     def close(self) -> None:

@@ -417,6 +417,43 @@ def test_its_memory_leaves_before_other_values(rig, looks, how):
     assert not rig.tier.is_ready(rig.keys["f"])
 
 
+def test_one_that_keeps_memory_whose_unit_has_left_gives_it_back_all_the_same(rig, looks):
+    base = asarray(np.arange(24.0))
+    rig.put("base", base)
+    rig.put("f", Shy({"x": base[4:]}))
+    kept = rig.get("f")
+    del base
+    rig.to_host()
+    assert rig.tier.statistics().lingering_nbytes == 192
+    kept.columns["x"][0] = -1.0
+    del kept
+    rig.to_host()
+    rig.to_host()  # its unit came back first
+    assert rig.live() == 0
+    assert asnumpy(rig.get("base"))[4] == -1.0
+    assert rig.get("f").columns["x"].allocation is rig.get("base").allocation
+
+
+class Odd(list):
+    """Cannot be rebuilt."""
+
+    def __copy__(self):
+        raise TypeError("no copies")
+
+
+def test_a_value_that_stays_whole_keeps_no_memory_when_it_is_gone(rig):
+    base = asarray(np.arange(24.0))
+    rig.put("base", base)
+    value = Odd([base[4:]])
+    del base
+    rig.to_host()
+    assert rig.tier.statistics().lingering_nbytes == 192
+    assert rig.tier.proxify(value) is value
+    del value
+    rig.to_host()
+    assert rig.live() == 0
+
+
 MEANWHILE = ["read", "read later", "delete", "overwrite", "again", "pin"]
 
 

@@ -274,9 +274,9 @@ class Tiers(RuleBasedStateMachine):
         self.keys.clear()
         self.outside.clear()
         del skeleton
-        statistics = self.tier.statistics()
-        assert (statistics.units, statistics.device_nbytes, statistics.lingering_nbytes) == (0, 0, 0)
-        assert self.device.statistics().live_bytes == 0
+        # What a spill thread has in hand it lets go of a moment later.
+        wait_for(lambda: not (self.tier.statistics().units or self.seen_nbytes()))
+        wait_for(lambda: not self.device.statistics().live_bytes)
         assert len(self.host) == 0
         assert self.device.statistics().violations == 0
         self.tier.close()
