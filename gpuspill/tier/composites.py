@@ -2,7 +2,7 @@
 
 A *composite* is taken apart by the serialisation family for devices into a header and frames that alias its memory.
 The frames are arrays like others, so their memory becomes units. That may copy on the device, and wait for it: cuDF
-takes it for a write if somebody asks for the address of memory that is shared. So a composite that tells its size
+takes it for a write if a program asks for the address of shared memory. So a composite that tells its size
 without that is one unit until it has to leave. Then it is taken apart, by the thread that makes it leave: units of its
 memory take the place of its own, which stands for nothing from then on.
 

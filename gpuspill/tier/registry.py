@@ -222,7 +222,7 @@ class Book:
     def take_apart(self, composite: Composite, header: Any, frames: Sequence[Any], parts: tuple[Unit, ...]) -> bool:
         """Note what a composite was taken apart into. Its unit gets the references to `parts` that the caller has.
 
-        False if nobody needs it any more.
+        False if no skeleton has it any more.
         """
         unit = composite.unit
         assert unit is not None
@@ -236,7 +236,7 @@ class Book:
             composite.header, composite.frames = header, tuple(frames)
             value = composite.value
             if value is not None:
-                composite.remember(value)  # they are in use while somebody has it
+                composite.remember(value)  # they are in use while it is alive
         return True
 
     def remember(self, composite: Composite, value: Any) -> Any:

@@ -166,7 +166,7 @@ class DeviceSerializer:
         # On which streams it was used is not known.
         self._synchronize()
         self.take_apart(memory)
-        # A record that nobody reads: its unit is stored anew, and has no bytes.
+        # No thread reads this record: its unit is stored anew, and has no bytes.
         return Serialized(str(memory.unit.number).encode(), [])
 
     def _dump_object(self, memory: DeviceObject) -> Serialized:

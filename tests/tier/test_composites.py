@@ -255,7 +255,7 @@ def test_a_type_that_nobody_knows_is_sized_by_its_interface_and_moves_whole(rig,
     statistics = rig.tier.statistics()
     assert (statistics.units, statistics.device_nbytes, statistics.estimated_nbytes) == (1, 8000, 8000)
     rig.to_host()
-    assert rig.get("a") is value  # somebody has it
+    assert rig.get("a") is value  # it is in use
     del value
     if full:
         rig.host.limits.set_limit(0, None)
@@ -355,7 +355,7 @@ def test_a_composite_is_looked_into_when_it_has_to_leave_and_not_before(rig, loo
     statistics = rig.tier.statistics()
     assert (statistics.units, statistics.device_nbytes, statistics.estimated_nbytes) == (1, 120, 120)
     assert rig.get("f") is rig.get("g")[0] is frame
-    rig.to_host()  # somebody has it
+    rig.to_host()  # it is in use
     assert looks == []
     del frame
     rig.to_host()
