@@ -103,6 +103,20 @@ def test_those_who_need_nothing_do_not_wait_for_the_end_of_others(kit):
     kit.running.release()
 
 
+def test_tiny_requests_neither_wait_for_the_end_of_others_nor_are_waited_for(kit):
+    """As small as values that are spilled last: tasks on a worker that is full of inputs do not run one by one."""
+    full(kit)
+    sizes = [4095] * 20 + [4096, 4095, 4096]
+    line = [kit.manager.admission.admit(f"task-{n}", (), nbytes) for n, nbytes in enumerate(sizes)]
+    assert [admission.granted for admission in line] == [True] * 22 + [False], "of 4 KiB one at a time"
+    assert promised(kit) == 100 * MB + 21 * 4095 + 4096
+    line[20].release()
+    assert line[22].granted
+    for admission in line:
+        admission.release()
+    kit.running.release()
+
+
 def test_no_one_waits_for_ever_for_one_who_does_not_end(kit):
     """What a task waits for cannot be known for sure: after a second the next one is let in."""
     full(kit)

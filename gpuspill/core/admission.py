@@ -6,8 +6,9 @@ thread is left to write, or memory that is about to be let go. When none is left
 as an *overrun*, so admission alone never stops a worker.
 
 Overruns are let in one at a time. While one has not ended and memory is over its limit, the next one waits for its
-end. It does not if the one before may itself wait for others in line (:meth:`Room.detach`). :meth:`Room.relent` ends
-that wait after a time, as no one can know for sure what a task waits for.
+end. It does not if the one before may itself wait for others in line (:meth:`Room.detach`), nor if either is as small
+as values that are spilled last. :meth:`Room.relent` ends that wait after a time, as no one can know for sure what a
+task waits for.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ class Room:
 
     def _let_in(self, reservation: Reservation) -> None:
         overrun = not self._memory.fits(reservation.nbytes)
+        reservation.detached |= self._is_tiny(reservation)
         self._memory.grant(reservation, overrun=overrun)
         self._counters.overruns += overrun
         self._effects.granted.append(reservation)
@@ -184,7 +186,11 @@ class Room:
     def _has_to_wait(self, reservation: Reservation) -> bool:
         """Whether one for whom there is no room has to wait for the end of another one for whom there was none."""
         memory = self._memory
-        return memory.beyond > 0 and reservation.nbytes > 0 and not memory.fits(0)
+        return memory.beyond > 0 and not self._is_tiny(reservation) and not memory.fits(0)
+
+    def _is_tiny(self, reservation: Reservation) -> bool:
+        """Whether it adds so little that no one has to wait for its end, nor it for another one's."""
+        return not reservation.nbytes or reservation.nbytes < self._candidates.small_below
 
     def _can_make_room(self, reservation: Reservation) -> bool:
         """Whether something may still make the room that is missing for one. Small values have to be enough."""

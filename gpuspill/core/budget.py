@@ -96,7 +96,6 @@ class Budget:
             self.line.serve(reservation)
         reservation.granted = True
         reservation.overrun = overrun
-        reservation.detached |= not reservation.nbytes  # it adds nothing, so no one has to wait for its end
         self.reserved += reservation.nbytes
         self.beyond += self._is_beyond(reservation)
 

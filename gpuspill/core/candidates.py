@@ -94,6 +94,11 @@ class Candidates:
 
     # -- where a value belongs -----------------------------------------------------------------------
 
+    @property
+    def small_below(self) -> int:
+        """Below how many bytes a value is small now, so that it goes only if no other can."""
+        return self._small
+
     def classify(self, entry: Entry, *, first: bool = False) -> None:
         """Something about the value changed: put it where it belongs, as used just now, or as the `first` to go."""
         pid = entry.pid

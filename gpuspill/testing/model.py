@@ -315,9 +315,14 @@ class Model:
         left = [value for value in self.values.values() if value.candidate and not self.stuck]
         missing = committed + promise.nbytes - self.limit
         assert not self.enough(left, missing), f"an overrun, although {left} could go"
-        others = self.beyond() if promise.nbytes and committed > self.limit else []
+        tiny = self._is_tiny(promise)
+        others = self.beyond() if not tiny and committed > self.limit else []
         assert relented or not others, f"an overrun of {committed - self.limit} bytes, and {others} is one already"
-        promise.beyond = promise.nbytes > 0
+        promise.beyond = not tiny
+
+    def _is_tiny(self, promise: ModelPromise) -> bool:
+        """Whether several of its size may be let in beyond the limit at a time."""
+        return promise.nbytes < max(1, _small_below(self.limit))
 
     def _judge_waiting(self, committed: int) -> None:
         """No one waits without a reason that goes away, nor for ever."""
@@ -327,7 +332,7 @@ class Model:
         assert self.limit is not None, "waits without a limit"
         need = self.promises[first].nbytes
         assert committed + need > self.limit, "waits, although there is room"
-        runs = need and committed > self.limit and self.beyond()
+        runs = not self._is_tiny(self.promises[first]) and committed > self.limit and self.beyond()
         left = [value for value in self.values.values() if value.movable and not self.stuck]
         assert runs or self.enough(left, committed + need - self.limit), "waits for nothing"
         for reservation in self.waiting:
