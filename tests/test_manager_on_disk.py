@@ -1,5 +1,6 @@
 """Values that are written to disk without ever being in memory."""
 
+import os
 import pickle
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from gpuspill.core.budget import Kind
 from gpuspill.core.residency import State
 from gpuspill.errors import QuotaExceeded, StorageError, StorageFull
+from gpuspill.storage.files import FileStore
 from gpuspill.testing.managers import bench
 from gpuspill.testing.stores import Pieces
 from tests.things import Thing
@@ -45,6 +47,20 @@ def test_it_is_on_disk_and_comes_back_as_any_other(kit):
     assert kit.state("a") is State.CLEAN
     kit.manager.discard("a")
     assert kit.records() == 0
+
+
+def test_the_disk_limit_is_of_what_files_take_and_not_of_their_lengths(tmp_path):
+    """Each of a few bytes takes a block."""
+    store = FileStore(tmp_path)
+    limit = 16 * store.block_nbytes
+    with bench(store=store, disk_limit=limit) as kit:
+        for number in range(40):
+            kit.manager.store(number, Thing(number))
+        kit.manager.limits.set_limit(0, limit)
+        kit.idle()
+        files = [os.stat(entry.path) for entry in os.scandir(store.path) if entry.name.isdigit()]
+        assert kit.manager.spilled_count == len(files) == 16, "and each is less than a block long"
+        assert sum(file.st_blocks * 512 for file in files) <= limit == kit.manager.statistics().disk_nbytes
 
 
 def test_it_replaces_what_the_key_held(kit):

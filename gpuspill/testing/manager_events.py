@@ -88,6 +88,7 @@ class ManagerEvents:
         "release": 3,
         "improve": 1,
         "detach": 1,
+        "secede": 2,
         "pin": 2,
         "export": 2,
         "prefetch": 2,
@@ -315,6 +316,21 @@ class ManagerEvents:
         """A task turns out to wait for others."""
         if self.admitted:
             self.kit.manager.admission.detach(pick(self.admitted, what.i).admission)
+
+    def secede(self, what: What) -> None:
+        """A task leaves its thread to others, with what was promised for its output; at its end it asks again."""
+        running = [a for a in self.admitted if a.label is not None and a.admission.granted]
+        if not running:
+            return
+        admitted, manager = pick(running, what.i), self.kit.manager
+        reservation, output_nbytes = admitted.admission.reservation, admitted.admission.output_nbytes
+        before = reservation.nbytes
+        manager.admission.detach(admitted.admission)
+        manager.admission.give_back_output(admitted.admission)
+        assert reservation.nbytes == max(0, before - output_nbytes)
+        if what.flag:
+            again = manager.admission.reserve(10 * what.j, Kind.TASK, outputs={admitted.label: 10 * what.j})
+            self.admitted.append(_Admitted(again, {}, admitted.label))
 
     # -- spilling ------------------------------------------------------------------------------------
 
