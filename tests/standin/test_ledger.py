@@ -40,6 +40,12 @@ class Machine(RuleBasedStateMachine):
         from numba import cuda
 
         self.cuda, self.steps, self.standin = cuda, steps, standin
+        from cuda.bindings import driver
+
+        cuda.current_context()  # which streams belong to
+        self.destroy = driver.cuStreamDestroy
+        self.made = driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))[1]
+        self.streams = [0, cuda.stream(), cuda.external_stream(int(self.made))]
         self.pending = cuda.current_context().memory_manager.deallocations
         self.pending.clear()
         cuda.synchronize()
@@ -48,17 +54,18 @@ class Machine(RuleBasedStateMachine):
         self.rig = Rig(tempfile.mkdtemp(), standin, pinned_limit=2**16)
         self.expected, self.hands, self.numbers = {}, [], iter(range(1, 10**9))
 
-    def array(self, nbytes):
+    def array(self, nbytes, stream=0):
         host = np.full(nbytes // 8, float(next(self.numbers)))
-        return host, self.cuda.to_device(host)
+        return host, self.cuda.to_device(host, stream=self.streams[stream])
 
     @rule(by_stream=st.booleans())
     def wait_for_the_default_stream_or_the_device(self, by_stream):
         self.rig.device.fence_by_stream = by_stream
 
-    @rule(size=st.integers(1, 200), shape=st.integers(0, 2))
-    def store(self, size, shape):
-        host, array = self.array(80 * size)
+    @rule(size=st.integers(1, 200), shape=st.integers(0, 2), stream=st.integers(0, 2))
+    def store(self, size, shape, stream):
+        """Enqueue what fills it, on the default stream, on a blocking one, or on one that is in no order with it."""
+        host, array = self.array(80 * size, stream)
         key = next(self.numbers)
         if shape == 0:
             self.expected[key], value = [host], [array]
@@ -68,6 +75,13 @@ class Machine(RuleBasedStateMachine):
             self.expected[key], value = [host, host[::2], host[1:2]], [array, array[::2], array[1:2]]
         del array
         self.rig.put(key, value)
+
+    @rule(size=st.integers(1, 200), shape=st.integers(0, 2), stream=st.integers(0, 2))
+    def store_what_is_not_there_yet_and_have_it_leave(self, size, shape, stream):
+        """Nothing is done that no thread waits for, so a copy that waits for too little shows."""
+        with self.standin.held():
+            self.store(size, shape, stream)
+            self.leave_the_device()
 
     @precondition(lambda self: self.expected)
     @rule(index=indices, view=st.booleans())
@@ -160,6 +174,7 @@ class Machine(RuleBasedStateMachine):
         self.pending.clear()
         self.rig.device.synchronize()
         assert self.standin.count("live_bytes") == self.before
+        self.destroy(self.made)
 
 
 def test_the_ledger_is_the_drivers_own(standin):
