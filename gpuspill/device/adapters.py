@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import pickle
 import sys
+from collections import deque
 from types import ModuleType
 from typing import Any
 
@@ -228,10 +229,13 @@ class NumbaAdapter(ArrayAdapter):
 
 
 class RmmAdapter(ArrayAdapter):
-    """``rmm.DeviceBuffer``: memory itself."""
+    """``rmm.DeviceBuffer``: memory itself. Keeps what it built buffers on until they are gone."""
 
     name = "rmm"
     library = "rmm"
+
+    def __init__(self) -> None:
+        self._lending = _Lending()
 
     def types(self, library: ModuleType) -> tuple[type, ...]:
         """Return the buffer type."""
@@ -251,32 +255,49 @@ class RmmAdapter(ArrayAdapter):
         if any(type(memory.owner) is known for known in self.types(rmm)):
             return memory.owner
         _ordinal(memory)
-        return rmm.DeviceBuffer(size=memory.nbytes, mr=_resource_on(rmm.mr, memory))
+        return rmm.DeviceBuffer(size=memory.nbytes, mr=self._lending.resource(rmm.mr, memory))
 
 
-def _resource_on(mr: Any, memory: Allocation) -> Any:
-    """Return a resource that gives `memory` to the buffer which is built on it, and keeps it as long as that lives.
+class _Lending:
+    """Resources that give allocations to the buffers which are built on them, and keep them as long as those live.
 
     A buffer that grows gets its new memory from the resource in force then.
+
+    A buffer calls its resource when it goes, and the resource calls functions of Python's. In a circle that is garbage
+    all of these go in any order, so until the buffer has gone others have to keep them: this does. The last few are
+    kept a little longer, since they are in the middle of that call.
     """
-    given: list[bool] = []
-    grown: dict[int, Any] = {}
 
-    def allocate(nbytes: int, stream: Any) -> int:
-        if not given:
-            given.append(True)
-            return memory.address
-        resource = mr.get_current_device_resource()
-        address = int(resource.allocate(nbytes, stream))
-        grown[address] = resource
-        return address
+    def __init__(self) -> None:
+        self._lent: dict[object, Any] = {}
+        self._returned: deque[Any] = deque(maxlen=64)
 
-    def deallocate(address: int, nbytes: int, stream: Any) -> None:
-        resource = grown.pop(address, None)
-        if resource is not None:
-            resource.deallocate(address, nbytes, stream)
+    def resource(self, mr: Any, memory: Allocation) -> Any:
+        """Return one that gives `memory`, once."""
+        address, kept, grown = memory.address, [memory], dict[int, Any]()
+        given: list[bool] = []
+        lent, returned, key = self._lent, self._returned, object()
 
-    return mr.CallbackMemoryResource(allocate, deallocate)
+        def allocate(nbytes: int, stream: Any) -> int:
+            if not given:
+                given.append(True)
+                return address
+            resource = mr.get_current_device_resource()
+            more = int(resource.allocate(nbytes, stream))
+            grown[more] = resource
+            return more
+
+        def deallocate(address: int, nbytes: int, stream: Any) -> None:
+            resource = grown.pop(address, None)
+            if resource is not None:
+                resource.deallocate(address, nbytes, stream)
+            else:
+                kept.clear()
+            if not (kept or grown):
+                returned.append(lent.pop(key, None))
+
+        lent[key] = mr.CallbackMemoryResource(allocate, deallocate)
+        return lent[key]
 
 
 class TorchAdapter(ArrayAdapter):

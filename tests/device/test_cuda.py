@@ -1,6 +1,9 @@
 """Finding a GPU and the libraries for it. What is done with them: ``tests/standin``."""
 
+import ast
+import inspect
 import logging
+import re
 import subprocess
 import sys
 import types
@@ -8,7 +11,9 @@ import types
 import pytest
 
 from gpuspill.config import Settings
+from gpuspill.device.cuda import driver as cuda_driver
 from gpuspill.device.cuda import find as cuda
+from gpuspill.device.cuda import memory as cuda_memory
 from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.cuda.driver import Nvml
 from gpuspill.device.cuda.port import Driver
@@ -207,3 +212,65 @@ def test_an_error_of_nvml_is_one_of_the_device(nvml):
     nvml.known[f"GPU-{UUID}"] = nvml.NVMLError("lost")
     with pytest.raises(DeviceError, match="lost"):
         found.memory_info()
+
+
+# -- every call, against the oldest and the newest bindings ----------------------------------------------
+
+#: Parameters by function, in cuda-bindings 12.8.0 and 13.5.0: they are the same in both.
+SIGNATURES = {
+    "cuCtxGetCurrent": "",
+    "cuCtxPopCurrent": "",
+    "cuCtxPushCurrent": "ctx",
+    "cuCtxSynchronize": "",
+    "cuDeviceGet": "ordinal",
+    "cuDeviceGetAttribute": "attrib dev",
+    "cuDeviceGetCount": "",
+    "cuDeviceGetUuid": "dev",
+    "cuDevicePrimaryCtxGetState": "dev",
+    "cuDevicePrimaryCtxRetain": "dev",
+    "cuDeviceTotalMem": "dev",
+    "cuDriverGetVersion": "",
+    "cuEventCreate": "Flags",
+    "cuEventDestroy": "hEvent",
+    "cuEventQuery": "hEvent",
+    "cuEventRecord": "hEvent hStream",
+    "cuEventSynchronize": "hEvent",
+    "cuGetErrorString": "error",
+    "cuInit": "Flags",
+    "cuMemAlloc": "bytesize",
+    "cuMemAllocAsync": "bytesize hStream",
+    "cuMemFree": "dptr",
+    "cuMemFreeAsync": "dptr hStream",
+    "cuMemFreeHost": "p",
+    "cuMemGetInfo": "",
+    "cuMemHostAlloc": "bytesize Flags",
+    "cuMemHostRegister": "p bytesize Flags",
+    "cuMemHostUnregister": "p",
+    "cuMemcpyDtoHAsync": "dstHost srcDevice ByteCount hStream",
+    "cuMemcpyHtoDAsync": "dstDevice srcHost ByteCount hStream",
+    "cuPointerGetAttribute": "attribute ptr",
+    "cuStreamCreate": "Flags",
+    "cuStreamDestroy": "hStream",
+    "cuStreamWaitEvent": "hStream hEvent Flags",
+}
+
+
+def called():
+    """Yield each call of the driver in the two modules that make any: its name, and how many arguments it has."""
+    for module in (cuda_driver, cuda_memory):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if is_call and re.match("cu[A-Z]", node.func.attr):
+                yield node.func.attr, len(node.args)
+
+
+def test_every_call_fits_the_oldest_and_the_newest_bindings():
+    assert len(set(called())) > 30
+    for name, count in called():
+        assert count == len(SIGNATURES[name].split()), name
+
+
+def test_the_installed_bindings_are_as_those():
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings are not installed")
+    for name, parameters in SIGNATURES.items():
+        assert list(inspect.signature(getattr(driver, name)).parameters) == parameters.split(), name

@@ -434,6 +434,19 @@ def test_a_buffer_is_built_on_memory_that_it_keeps(buffers):
     assert gone() is None
 
 
+def test_a_buffer_in_a_circle_goes_before_its_resource(buffers):
+    """The collector may let go of the resource first, whose functions are Python's, and then the buffer calls it."""
+    registry = ArrayRegistry()
+    for _ in range(100):
+        memory = Memory()
+        gone = weakref.ref(memory)
+        user = types.SimpleNamespace(buffer=registry.rebuild(Recipe("rmm", Layout(0, (4096,), (1,), "|u1", 1)), memory))
+        user.itself = user
+        del memory, user
+        gc.collect()
+        assert gone() is None
+
+
 def test_a_buffer_that_grows_takes_other_memory_and_gives_it_back(rmm):
     calls = []
 
