@@ -176,7 +176,8 @@ def test_a_copy_that_fails_fails_the_device_for_good(driver, standin, codes):
     device = GpuDevice(driver, plan=CopyPlan())
     allocation = device.allocate(1000)
     standin.fail("copy", codes.CUDA_ERROR_ECC_UNCORRECTABLE)
-    event = device.copy_to_device(bytes(1000), allocation, device.stream("to_device"))
+    with standin.held():  # else it may have failed before its event is recorded
+        event = device.copy_to_device(bytes(1000), allocation, device.stream("to_device"))
     for _ in range(2):
         with pytest.raises(DeviceError, match="CUDA_ERROR_ECC_UNCORRECTABLE"):
             event.wait()
