@@ -55,7 +55,7 @@ def gpuspill() -> None:
 gpuspill.add_command(bench)
 
 
-@gpuspill.command()
+@gpuspill.command(short_help="Run real jobs on more data than memory.")
 @click.option(
     "--arms",
     default="gpuspill,stock",
@@ -74,7 +74,7 @@ def demo(arms: str, jobs: str, quick: bool) -> None:
         raise SystemExit(1)
 
 
-@gpuspill.command()
+@gpuspill.command(short_help="Record a run, and write one page about it.")
 @click.argument("scheduler")
 @click.option(
     "-o",
@@ -107,7 +107,7 @@ def report(scheduler: str, output: Path, seconds: float | None, interval: float)
     progress(f"wrote {output}")
 
 
-@gpuspill.command()
+@gpuspill.command(short_help="Show live what the workers do.")
 @click.argument("scheduler")
 @click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two looks.")
 @click.option("--once", is_flag=True, help="Print the numbers once, and what moves per second from two looks.")
@@ -150,7 +150,7 @@ def top(scheduler: str, interval: float, once: bool) -> None:
             raise GpuspillError(f"{scheduler}: the scheduler has gone: {error}") from error
 
 
-@gpuspill.command()
+@gpuspill.command(short_help="Print the settings, and their origins.")
 @click.argument("scheduler", required=False)
 def config(scheduler: str | None) -> None:
     """Print the settings in force here, or on the workers of SCHEDULER, and where each comes from.

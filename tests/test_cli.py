@@ -26,6 +26,14 @@ def test_help_names_every_command() -> None:
     assert all(name in bench.output for name in ("persist-sum", "tiny", "keys"))
 
 
+@pytest.mark.parametrize("group", [gpuspill, gpuspill.commands["bench"]], ids=["gpuspill", "bench"])
+def test_no_summary_of_a_command_is_cut(group: click.Group) -> None:
+    found = CliRunner().invoke(group, ["--help"], terminal_width=80)
+    summaries = found.output.partition("Commands:\n")[2].splitlines()
+    assert len(summaries) == len(group.commands)
+    assert [line for line in summaries if line.endswith("...")] == []
+
+
 @pytest.mark.parametrize("command", ["persist-sum", "tiny", "keys"])
 def test_every_benchmark_takes_arms_repeat_and_json(command: str) -> None:
     found = run("bench", command, "--help")

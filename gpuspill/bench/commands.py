@@ -169,7 +169,7 @@ def tiny(arms: str, repeat: int, tasks: int, mode: str, nthreads: int, json_path
     _measure(job, arms, repeat, json_path)
 
 
-@bench.command()
+@bench.command(short_help="Time an urgent task while memory is full.")
 @_arms_option("gpuspill,unadmitted", "gpuspill, unadmitted (nothing waits for room), stock")
 @_repeat_option(3)
 @click.option("--limit", type=SIZE, default="80MB", show_default=True, help="Bytes of values in a worker's memory.")
@@ -189,7 +189,7 @@ def priority(arms: str, repeat: int, limit: int, chunk: int, delay: float, json_
     _measure(Priority(limit=limit, chunk=chunk, delay=delay), arms, repeat, json_path)
 
 
-@bench.command()
+@bench.command(short_help="Time how long others' work holds up tasks.")
 @_repeat_option(3)
 @click.option("--lists", type=int, default=600_000, show_default=True, help="Small lists in one value.")
 @click.option("--inputs", type=int, default=20_000, show_default=True, help="Inputs of one task.")
@@ -202,7 +202,7 @@ def fair(repeat: int, lists: int, inputs: int, floats: int, json_path: Path | No
     _measure(Fair(lists=lists, inputs=inputs, floats=floats), "gpuspill", repeat, json_path)
 
 
-@bench.command()
+@bench.command(short_help="Time a store that holds more and more keys.")
 @_arms_option("stock,gpuspill")
 @_repeat_option(3)
 @click.option(
@@ -226,7 +226,7 @@ def keys(arms: str, repeat: int, sizes: str, value: int, json_path: Path | None)
     _measure(Keys(numbers, value), arms, repeat, json_path)
 
 
-@bench.command()
+@bench.command(short_help="Hand more data than memory to a peer.")
 @_arms_option("stock,gpuspill,memory", "stock, gpuspill, memory")
 @_repeat_option(5)
 @click.option("--limit", type=SIZE, default="1GiB", show_default=True, help="Memory of the sender.")
@@ -258,7 +258,7 @@ def transfer(
     _measure(job, arms, repeat, json_path)
 
 
-@bench.command()
+@bench.command(short_help="Compute a + a.T of more than memory holds.")
 @_arms_option("stock,gpuspill,nospill")
 @_repeat_option(5)
 @click.option("--limit", type=SIZE, default="1GiB", show_default=True, help="Memory of each of the two workers.")
@@ -292,7 +292,7 @@ def transpose(
     _measure(job, arms, repeat, json_path)
 
 
-@bench.command()
+@bench.command(short_help="Run everyday jobs on more data than memory.")
 @_arms_option("stock,gpuspill,nospill")
 @_repeat_option(3)
 @click.option("--limit", type=SIZE, default="1GiB", show_default=True, help="Memory of each of the two workers.")
@@ -323,7 +323,7 @@ def suite(
     _measure(Suite(limit=limit, ratio=ratio, chunk=chunk, only=only, threads=nthreads), arms, repeat, json_path)
 
 
-@bench.command()
+@bench.command(short_help="Copy blocks while a simulated device computes.")
 @click.option("--arms", help="What to run, in this order.  [default: gpuspill,fits]")
 @_repeat_option(5)
 @click.option("--limit", type=SIZE, default="4GiB", show_default=True, help="Values to keep on the device.")
@@ -392,7 +392,7 @@ def device(
     _measure(job, arms or "gpuspill,fits", repeat, json_path)
 
 
-@bench.command()
+@bench.command(short_help="Damage a cluster while it runs known jobs.")
 @_arms_option("gpuspill", "gpuspill, stock")
 @click.option("--minutes", type=float, default=5.0, show_default=True, help="How long to begin rounds, each arm.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which plan.")
@@ -458,7 +458,7 @@ def chaos(
         raise SystemExit(1)
 
 
-@bench.command()
+@bench.command(short_help="Print the tables of saved results.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 def show(files: tuple[Path, ...]) -> None:
     """Print the tables of results that 'gpuspill bench ... --json FILE' has written."""
