@@ -19,7 +19,7 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ ci/test_cuda.sh -nt
     ci/venv.sh
     install=("$python" -m pip install -qq --no-input --disable-pip-version-check)
     "${install[@]}" --editable '.[test-cuda]'
-    # Without what they name as requirements: two gigabytes of CUDA's libraries, none of which is called here.
+    # Without what they name as requirements: two gigabytes of CUDA's libraries, which are not called here.
     "${install[@]}" --no-deps kvikio-cu13 libkvikio-cu13 nvidia-cufile
     touch "$stamp"
 fi

@@ -1,12 +1,13 @@
 """What happens when a process forks: the child has the store's memory, and the store stays the parent's.
 
-A fork copies all memory, but only the thread that forks. So a lock that another thread holds at that moment would be
-held in the child for ever, over data in the middle of a change. Therefore the forking thread takes all locks made by
-:func:`lock` before the fork, and gives them back after it, in both processes. They are held for microseconds, never
-during I/O, so that is how long a fork waits. After that, objects given to :func:`tell` learn that they are in a child.
+A fork copies all memory, but only the thread that forks. So a lock that another thread holds at
+that moment would be held in the child for ever, over data in the middle of a change. Therefore the
+forking thread takes all locks made by :func:`lock` before the fork, and gives them back after it,
+in both processes. They are held for microseconds, never during I/O, so that is how long a fork
+waits. After that, objects given to :func:`tell` learn that they are in a child.
 
-Python keeps what is registered with ``os.register_at_fork`` for ever. So there is one registration for all, and the one
-registry that it needs, which refers to everything weakly.
+Python keeps what is registered with ``os.register_at_fork`` for ever. So there is one registration
+for all, and the one registry that it needs, which refers to everything weakly.
 """
 
 from __future__ import annotations

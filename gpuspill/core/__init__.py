@@ -2,7 +2,7 @@
 
 No threads, clock, files or dask in here, so a test can drive a million steps a minute. The one
 object the rest of gpuspill talks to is :class:`~gpuspill.core.state.SpillState`; the other modules
-are its parts, each of which knows those below it only:
+are its parts; each knows only those below it:
 
 =========================================  ==========================================================
 :mod:`~gpuspill.core.state`                all of them together: events in, decisions out

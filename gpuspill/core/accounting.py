@@ -14,8 +14,8 @@ __all__ = ["Charges"]
 class Charges:
     """Told of every change of where a value is, of its size, its pins. Decides nothing. Not thread-safe; O(1).
 
-    A value counts as used in memory while it is there or on its way back. A method that is named after a change of the
-    residency is to be called after it.
+    A value counts as used in memory while it is there or on its way back. A method that is named
+    after a change of the residency is to be called after it.
 
     Parameters
     ----------
@@ -29,11 +29,13 @@ class Charges:
     unspillable
         Number of values that cannot be serialised.
     spilled, spilled_nbytes
-        Number of values that are on disk only and not on their way back; the bytes that they would take in memory.
+        Number of values that are on disk only and not on their way back; the bytes that they would
+        take in memory.
     away
         Number of values that are not in memory: spilled, on their way back, or lost.
     spilling, spilling_small
-        Number of spills in flight, without those that are stalled, and of those that are of small values.
+        Number of spills in flight, without those that are stalled, and of those that are of small
+        values.
     stuck
         Whether all who write are in the middle of stalled spills, so that no other spill can begin.
     """
@@ -96,7 +98,7 @@ class Charges:
         self.spilling_small += entry.small
 
     def stall_spill(self, entry: Entry) -> None:
-        """It takes so long that nobody counts on it any more. Idempotent."""
+        """A spill takes too long: stop counting on its memory. Idempotent."""
         if not entry.stalled:
             self.end_spill(entry)
             entry.stalled = True

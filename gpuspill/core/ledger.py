@@ -19,11 +19,12 @@ __all__ = ["FEW_KEYS", "Entry", "Ledger", "Rare"]
 
 T = TypeVar("T")
 
-#: So many keys of a value may be looked through whenever one comes or goes. What has more is None, a number or a string
-#: that thousands of tasks return: that would be quadratic in their number.
+#: So many keys of a value may be looked through whenever one comes or goes. What has more is None,
+#: a number or a string that thousands of tasks return: that would be quadratic in their number.
 FEW_KEYS = 32
 
-#: With no more than that left, a dictionary that takes more bytes than this has had many times as many.
+#: With no more than that left, a dictionary that takes more bytes than this has had many times as
+#: many.
 _SPARSE_NBYTES = 8192
 
 
@@ -35,7 +36,8 @@ class Rare(Generic[T]):
     Parameters
     ----------
     default
-        What it is for most, and what it has to be set to for its memory to be given back: that very object.
+        What it is for most, and what it has to be set to for its memory to be given back: that very
+        object.
     """
 
     def __init__(self, default: T) -> None:
@@ -70,7 +72,8 @@ class Rare(Generic[T]):
 class Entry(Residency):
     """One proxy: where its value is, and what is known of it.
 
-    One object, and not one for each of these: the garbage collector visits all there are, and there is one a value.
+    One object, and not one for each of these: the garbage collector visits all there are, and there
+    is one a value.
 
     Attributes
     ----------
@@ -91,16 +94,17 @@ class Entry(Residency):
     rare
         What is not as it is for most values, by name; see :class:`Rare`.
     parts
-        Proxies of memory that the value keeps alive while it is in memory. That is charged to them, once, whatever the
-        number of values that have it.
+        Proxies of memory that the value keeps alive while it is in memory. That is charged to them,
+        once, whatever the number of values that have it.
     apart_nbytes
-        Bytes that the value takes when it comes back from disk, with memory of its own. Only with parts.
+        Bytes that the value takes when it comes back from disk, with memory of its own. Only with
+        parts.
     owners
         How many values have it as a part. While one has, evicting it would free nothing.
     leaving
         Bytes that its spill in flight is going to free besides its own.
     stalled
-        Its spill in flight takes too long, and nobody counts on it.
+        Its spill in flight takes too long, and is not counted on any more.
     loose
         The last of them was let go, but is perhaps not gone yet.
     need
@@ -108,11 +112,14 @@ class Entry(Residency):
     refusals
         How often in a row it could not be written for a reason that may pass.
     refused
-        The last time is now: it is left alone until it is to be tried again, whatever happens to it meanwhile.
+        The last time is now: it is left alone until it is to be tried again, whatever happens to it
+        meanwhile.
     renewed
-        The value was stored anew while it moved: the record, or what is being written, may hold what it was before.
+        The value was stored anew while it moved: the record, or what is being written, may hold
+        what it was before.
     taken
-        It was used while it was being written, and may have been changed: the record does not count.
+        It was used while it was being written, and may have been changed: the record does not
+        count.
     """
 
     pid: int
@@ -124,8 +131,8 @@ class Entry(Residency):
     turns: int = 0
     small: bool = False
     rare: dict[str, Any] | None = None
-    # None if just `key` holds it, as for most values. Else a dictionary, because the garbage collector does not look at
-    # one of names and None, as it does at a set.
+    # None if just `key` holds it, as for most values. Else a dictionary, because the garbage
+    # collector does not look at one of names and None, as it does at a set.
     _names: dict[Hashable, None] | tuple[()] | None = ()
 
     renewed = Rare(False)
@@ -168,7 +175,8 @@ class Entry(Residency):
         if len(names) == 1:
             (self.key,) = names
             self._names = None
-        # A dictionary keeps the places of those that have gone, and looks at each one to find those that are left.
+        # A dictionary keeps the places of those that have gone, and looks at each one to find those
+        # that are left.
         elif len(names) <= FEW_KEYS and getsizeof(names) > _SPARSE_NBYTES:
             self._names = dict.fromkeys(names)
 
@@ -200,7 +208,8 @@ class Ledger:
     Parameters
     ----------
     make
-        ``make(pid, nbytes)`` makes an entry; whoever keeps more of each value than the core does can give a subclass.
+        ``make(pid, nbytes)`` makes an entry. A caller that keeps more of each value gives a
+        subclass.
     entries
         Where to keep them; by default a dictionary.
     """

@@ -1,8 +1,9 @@
 """How values leave memory, how they are forgotten, and what becomes of the memory that they kept alive.
 
-A value is needed by its keys, its pins, its move in flight, and by other values that have it as a *part*: memory that
-they keep alive. What nobody needs is forgotten everywhere at once. A part that was let go by the last value that had it
-is *loose* until the caller has destroyed that value (:meth:`Lifetimes.loosen`): before, evicting it would free nothing.
+A value is needed by its keys, its pins, its move in flight, and by other values that have it as a
+*part*: memory that they keep alive. A value that none of these need is forgotten everywhere at
+once. A part that was let go by the last value that had it is *loose* until the caller has destroyed
+that value (:meth:`Lifetimes.loosen`): before, evicting it would free nothing.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ class Lifetimes:
         self._counters = counters
 
     def drop(self, entry: Entry) -> None:
-        """Let go of a candidate of which a record exists, which saves a write."""
+        """Evict a candidate that has a record already, so that nothing is written."""
         self._candidates.unlist(entry.pid)
         self._counters.clean_drops += 1
         self._counters.clean_dropped_nbytes += entry.nbytes
         self.let_go(entry)
 
     def let_go(self, entry: Entry) -> None:
-        """Let go of a value in memory of which a record exists, and which is no candidate."""
+        """Let go of a value in memory that has a record, and is no candidate."""
         self._read_ahead.evicted(entry.pid)
         entry.drop(Tier.HOST)
         self._records.need(entry)

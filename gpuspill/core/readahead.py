@@ -1,10 +1,11 @@
 """How much may be read ahead of its use: learned from what became of what was.
 
-A value that is brought into memory early and has to leave again before anybody used it was read for nothing. Tasks
-whose own memory comes and goes, such as those of a shuffle, let the room for values shrink again and again, and what is
-needed last leaves first: that is what was read ahead. Nothing tells so beforehand, so the share of the room that may be
-taken by it is halved whenever that happens, and grows again as values that were read ahead are used, and as others have
-to be read while somebody waits for them.
+A value that is brought into memory early and has to leave again before anybody used it was read for
+nothing. Tasks whose own memory comes and goes, such as those of a shuffle, let the room for values
+shrink again and again, and what is needed last leaves first: that is what was read ahead. Nothing
+tells so beforehand, so the share of the room that may be taken by it is halved whenever that
+happens, and grows again as values that were read ahead are used, and as others have to be read
+while a task waits for them.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class ReadAhead:
         self.nbytes += nbytes
 
     def used(self, pid: int) -> None:
-        """Somebody has the value, or waits for it."""
+        """A caller has the value, or waits for it."""
         if self._sizes and self.gone(pid):
             self._grow()
 
     def missed(self) -> None:
-        """A value has to be read while somebody waits for it."""
+        """A value has to be read while a caller waits for it."""
         self._grow()
 
     def evicted(self, pid: int) -> None:

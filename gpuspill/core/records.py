@@ -1,7 +1,8 @@
 """The room that records take on disk, and which of them are given up when it is short.
 
-The record of a value that is in memory as well is *redundant*: it saves a write when the value is evicted again, and
-is given up, the oldest first, for a record that holds the only copy of something.
+The record of a value that is in memory as well is *redundant*: it saves a write when the value is
+evicted again, and is given up, the oldest first, for a record that holds the only copy of
+something.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ class Records:
     effects, counters
         Where to note what was decided.
     block_nbytes
-        Bytes of which each record takes a whole number.
+        Size of a block of the file system, in bytes. A record takes whole blocks.
 
     Attributes
     ----------
     disk
-        What records take and may take, in whole blocks. Nobody waits for room here: what does not fit is refused.
+        What records take and may take, in whole blocks. No one waits for room on disk: a record
+        that does not fit is refused.
 
     Notes
     -----
@@ -62,7 +64,8 @@ class Records:
         self._candidates = candidates
         self._effects = effects
         self._counters = counters
-        # Oldest first. To find the first of a plain dictionary takes a look at each one before it that has gone.
+        # Oldest first. To find the first of a plain dictionary takes a look at each one before it
+        # that has gone.
         self._redundant: OrderedDict[int, None] = OrderedDict()
         self._redundant_nbytes = 0
 
@@ -85,8 +88,9 @@ class Records:
     def promise(self, nbytes: int) -> Reservation | None:
         """Promise `nbytes` to the record of a value that never is in memory. To be released when it is written or not.
 
-        Returns None if the quota forbids it, or while values are blocked: a disk that refuses is not asked again by
-        each one that comes. Redundant records are given up first, if that is enough.
+        Returns None if the quota forbids it, or while values are blocked: a disk that refuses is
+        not asked again by each one that comes. Redundant records are given up first, if that is
+        enough.
         """
         nbytes = self._in_blocks(nbytes)
         if self._candidates.blocked or self.exceeded(nbytes):

@@ -133,7 +133,7 @@ class Residency:
         self.source = self.target = None
 
     def drop(self, tier: Tier) -> None:
-        """Forget the copy in `tier`; allowed only if another one stays and nobody uses this one."""
+        """Forget the copy in `tier`; allowed only if another copy stays and this one is not in use."""
         if not self.has(tier):
             raise InvalidTransition(f"no copy in {tier!r} to drop")
         if self._copies == _BIT[tier]:

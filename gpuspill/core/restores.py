@@ -1,4 +1,4 @@
-"""Restores: reading a value back because somebody wants it, or ahead of its use where there is room."""
+"""Restores: reading a value back because a task wants it, or ahead of its use where there is room."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Restores:
 
     Notes
     -----
-    Has no state of its own: what is in flight stands in the residency of each value. Not thread-safe. O(log n) for
-    each value that is evicted or found held, amortised.
+    Has no state of its own: what is in flight stands in the residency of each value. Not
+    thread-safe. O(log n) for each value that is evicted or found held, amortised.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Restores:
     def begin_ahead(self, pid: int, order: Order) -> bool:
         """Begin a restore ahead of its use, if there is room for it.
 
-        Room is what is free, plus clean values that are needed later than `order` or not at all: a prefetch never
-        causes a write and never takes what others wait for. What was read ahead and not used yet may take a share of
-        the limit that depends on how that went before.
+        Room is what is free, plus clean values that are needed later than `order` or not at all: a
+        prefetch never causes a write and never takes what others wait for. What was read ahead and
+        not used yet may take a share of the limit that depends on how that went before.
         """
         entry = self._entries[pid]
         if entry.state is not State.SPILLED:
@@ -119,7 +119,8 @@ class Restores:
         pid
             The proxy.
         lost
-            The record itself is gone or damaged; there is no copy left. Otherwise reading may be tried again.
+            The record itself is gone or damaged; there is no copy left. Otherwise reading may be
+            tried again.
         """
         entry = self._entry(pid)
         entry.fail()

@@ -6,7 +6,8 @@ value is serialised its bytes are counted anyway; if they are many more than was
 is corrected, and the next values of the same type are charged accordingly from the start. If that
 was too much for one of them, its charge is corrected when it is serialised in turn.
 
-A list, a tuple or a dictionary says nothing about the next one: from them nothing is learned for others.
+A list, a tuple or a dictionary says nothing about the next one: from them nothing is learned for
+others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from gpuspill.classes import ClassTable, identities
 
 __all__ = ["UNKNOWN_NBYTES", "SizeModel", "as_nbytes"]
 
-#: Bytes that no value takes. A size beyond says no more than none, and sums of such sizes would not fit in messages.
+#: Bytes that no value takes. A size beyond says no more than none, and sums of such sizes would not
+#: fit in messages.
 _ABSURD = 1 << 48
 #: Charged for a value whose size cannot be told: what dask assumes of one whose ``sizeof`` fails.
 UNKNOWN_NBYTES = 1_000_000
@@ -26,8 +28,9 @@ UNKNOWN_NBYTES = 1_000_000
 def as_nbytes(size: object) -> int:
     """Return a size that a library or a user gave, in bytes, as a whole number that can be counted with.
 
-    ``sizeof`` may be anybody's function, and returns NumPy scalars, of which ``-1 * size`` overflows, booleans, NaN,
-    negative numbers, or nothing. What is none becomes `UNKNOWN_NBYTES`. Raises nothing.
+    ``sizeof`` may be a user's function. It may return a NumPy scalar (``-1 * size`` of an unsigned
+    one overflows), a boolean, NaN, a negative number, or nothing. An answer that is no number
+    becomes `UNKNOWN_NBYTES`. Raises nothing.
     """
     if type(size) is int:
         nbytes = size

@@ -1,7 +1,7 @@
 """Spills: the choice of the next value, and what becomes of it when the write has ended.
 
-Until then the value in memory is the copy that counts, and may be used; only then is it let go, if that is still wanted
-and nobody took it up meanwhile.
+Until the record is written, the value in memory is the copy that counts, and may be used. Then the
+value is let go, if that is still wanted and no task took it up meanwhile.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Spills:
 
     Notes
     -----
-    Has no state of its own: what is in flight stands in the residency of each value. Not thread-safe. O(log n) for
-    each value that is evicted or found held, amortised.
+    Has no state of its own: what is in flight stands in the residency of each value. Not
+    thread-safe. O(log n) for each value that is evicted or found held, amortised.
     """
 
     def __init__(
@@ -57,12 +57,14 @@ class Spills:
     def next(self, *, force: bool = False) -> int | None:
         """Choose what to write to disk next, if anything has to be, and begin that move.
 
-        Clean values that come first in the order are dropped on the way (a state change, not a write).
+        Clean values that come first in the order are dropped on the way (a state change, not a
+        write).
 
         Parameters
         ----------
         force
-            Whether one value has to go even if the limit does not ask for it. A clean one that is dropped will do.
+            Whether one value has to go even if the limit does not ask for it. A clean one that is
+            dropped will do.
 
         Returns
         -------
@@ -94,8 +96,8 @@ class Spills:
     def in_doubt(self, pid: int) -> bool:
         """Whether the value was used since its spill began, or since this was last asked.
 
-        Who used it may have changed it in place. The caller has to compare what it writes with the value as it is from
-        now on, and call :meth:`doubt` if they are not the same.
+        Who used it may have changed it in place. The caller has to compare what it writes with the
+        value as it is from now on, and call :meth:`doubt` if they are not the same.
         """
         entry = self._entry(pid)
         if entry.rare is None:
@@ -110,11 +112,12 @@ class Spills:
     def complete(self, pid: int, disk_nbytes: int, *, force: bool = False) -> None:
         """The record is written and verified.
 
-        The value in memory is let go if its room is still needed and nobody took it up meanwhile; else the record stays
-        behind as a clean copy, if such are kept, and with it the value keeps its turn unless somebody used it
-        meanwhile. A record that turns out so much larger than was reserved that it is over the quota is given up: the
-        value stays in memory, as if the write had failed. So is one that is still :meth:`in_doubt`, and the value is
-        left alone for a while, like one that is held.
+        The value in memory is let go if its room is still needed and no task took it up meanwhile.
+        Otherwise the record stays as a clean copy, if clean copies are kept. The value then keeps
+        its turn unless it was used meanwhile. A record that turns out so much larger than was
+        reserved that it is over the quota is given up: the value stays in memory, as if the write
+        had failed. So is one that is still :meth:`in_doubt`, and the value is left alone for a
+        while, like one that is held.
 
         Parameters
         ----------
@@ -168,7 +171,8 @@ class Spills:
         pid
             The proxy.
         forever
-            It can never be spilled (not serialisable); otherwise it is blocked until it is tried again.
+            It can never be spilled (not serialisable); otherwise it is blocked until it is tried
+            again.
         """
         entry = self._entry(pid)
         self._candidates.unlist(pid)  # whether it was used meanwhile does not matter any more

@@ -1,9 +1,9 @@
 """Adapters for the array types of NumPy, CuPy, Numba, RMM, PyTorch and the simulated device.
 
-Each uses its library's public API only and imports nothing: the library is found among the imported modules. Identity
-is what the library says of the memory. Two libraries that look at one piece of memory agree where one was given the
-other's object and keeps it (Numba), or uses RMM; else the ranges overlap without being equal, and it is for the
-ledger to see that.
+Each uses its library's public API only and imports nothing: the library is found among the imported
+modules. Identity is what the library says of the memory. Two libraries that look at one piece of
+memory agree where one was given the other's object and keeps it (Numba), or uses RMM; else the
+ranges overlap without being equal, and it is for the ledger to see that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ logger = logging.getLogger("gpuspill")
 def all_adapters() -> tuple[ArrayAdapter, ...]:
     """Return one of each: those of installed packages (entry points in ``gpuspill.array_adapters``), then those here.
 
-    One that cannot be had is left out with a warning: its package may be installed for something else.
+    One that cannot be had is left out with a warning: its package may be installed for something
+    else.
     """
     return (
         *_installed(),
@@ -109,7 +110,7 @@ class _Interface:
             "strides": layout.strides,
             "typestr": layout.dtype,  # or the type itself, which Numba takes as well
             "data": (memory.address + layout.offset, False),
-            "stream": None,  # whoever rebuilds has observed the copy: there is nothing to wait for
+            "stream": None,  # the caller that rebuilds has observed the copy: there is nothing to wait for
         }
         self.nbytes = layout.nbytes
 
@@ -207,8 +208,8 @@ class NumbaAdapter(ArrayAdapter):
         if type(owner) is _Interface:
             return owner.memory.identity, owner.memory, owner.memory.token
         if hasattr(owner, "device_pointer_value"):
-            # Numba counts those that own memory, and frees it with the last of them, whoever refers to the memory
-            # itself. The data of an array is one of them.
+            # Numba counts those that own memory, and frees it with the last of them, even if others
+            # refer to the memory itself. The data of an array is one of them.
             identity = AllocationId(f"cuda:{owner.context.device.id}", owner.device_pointer_value or 0, owner.size)
             return identity, data, owner
         # It was made from another library's array, which knows its own memory.
@@ -374,7 +375,8 @@ class InterfaceAdapter(ArrayAdapter):
 class NumpyAdapter(ArrayAdapter):
     """Arrays in host memory: a view is described by the memory it keeps alive.
 
-    Not described: subclasses (they may carry more), arrays of Python objects or records, and arrays on mapped files.
+    Not described: subclasses (they may carry more), arrays of Python objects or records, and arrays
+    on mapped files.
     """
 
     name = "numpy"
@@ -395,7 +397,8 @@ class NumpyAdapter(ArrayAdapter):
         elif type(owner) is np.ndarray and owner.flags.owndata:
             whole = owner
         else:
-            # Something else's memory (a mapped file, a device's, an array of another library): not ours to say.
+            # Something else's memory (a mapped file, a device's, an array of another library): not
+            # ours to say.
             return None
         address, nbytes = _pointer(whole), whole.nbytes
         layout = Layout(

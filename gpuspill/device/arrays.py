@@ -1,16 +1,16 @@
 """Which objects live on a device, and which allocation owns them.
 
-An :class:`ArrayAdapter` knows the array type of one library, by the library's public API: it takes an array apart into
-memory and layout and builds one on other memory. A registry asks the adapter of a value's type. Libraries are never
-imported: an adapter is asked only when the library has been imported by somebody else, without which there can be no
-value of its type.
+An :class:`ArrayAdapter` knows the array type of one library, by the library's public API: it takes
+an array apart into memory and layout and builds one on other memory. A registry asks the adapter of
+a value's type. Libraries are never imported: an adapter is asked only once the user's code has
+imported the library. Before that there is no value of its type.
 
-What no adapter knows but has ``__cuda_array_interface__`` is described by that, and flagged as *estimated*: the
-interface gives the bytes an array looks at, not the allocation they belong to, and such an array cannot be rebuilt
-here. It is moved by whoever can serialise it.
+What no adapter knows but has ``__cuda_array_interface__`` is described by that, and flagged as
+*estimated*: the interface gives the bytes an array looks at, not the allocation they belong to, and
+such an array cannot be rebuilt here. Such an array is moved by its serialiser.
 
-What is *not* covered: containers and composite types (data frames): they are taken apart elsewhere, and their buffers
-come here.
+What is *not* covered: containers and composite types (data frames): they are taken apart elsewhere,
+and their buffers come here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from gpuspill.device.port import AllocationId, Layout
 __all__ = ["ArrayAdapter", "ArrayDescription", "ArrayRegistry", "Recipe", "estimated_nbytes"]
 
 
-#: Up to here handles of streams are names of default streams: that of the process, and that of each thread.
+#: Up to here handles of streams are names of default streams: that of the process, and that of each
+#: thread.
 _PER_THREAD: Final = 2
 
 
@@ -60,15 +61,15 @@ class ArrayDescription:
     owner
         What keeps that memory alive: drop it, and all arrays on it, to let the memory go.
     token
-        What lives exactly as long as that memory, whoever keeps it. An address says which memory is meant only while
-        its token lives. Default: the owner.
+        An object that lives exactly as long as that memory, whichever object keeps it. An address
+        says which memory is meant only while its token lives. Default: the owner.
     recipe
         How to build the array again; None if it cannot be (see `estimated`).
     layout
         How it looks at the memory.
     estimated
-        No adapter knows the type. The identity is that of the bytes it looks at; the allocation may be larger and may
-        be shared unnoticed.
+        No adapter knows the type. The identity is that of the bytes it looks at; the allocation may
+        be larger and may be shared unnoticed.
     """
 
     identity: AllocationId
@@ -86,8 +87,8 @@ class ArrayDescription:
 class ArrayAdapter(ABC):
     """Knows the arrays of one library. Stateless.
 
-    A package brings one as an entry point in ``gpuspill.array_adapters``, called without arguments. It has the say over
-    those that gpuspill comes with.
+    A package brings one as an entry point in ``gpuspill.array_adapters``, called without arguments.
+    It has the say over those that gpuspill comes with.
     """
 
     name: ClassVar[str]
@@ -107,7 +108,8 @@ class ArrayAdapter(ABC):
     def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
         """Take an array apart, without using its memory or copying anything; None leaves this one alone.
 
-        What is described as the owner has to keep the memory: it is all that does, once the array is gone.
+        What is described as the owner has to keep the memory: it is all that does, once the array
+        is gone.
 
         Parameters
         ----------
@@ -139,7 +141,8 @@ class ArrayAdapter(ABC):
     def stream(self, value: Any) -> tuple[int, object] | None:
         """Return the stream on which an array is used, as the driver has it, and what keeps that; None if not known.
 
-        The library's current stream of the calling thread, if arrays have none of their own. May raise anything.
+        The library's current stream of the calling thread, if arrays have none of their own. May
+        raise anything.
         """
         return None
 
@@ -158,8 +161,9 @@ class ArrayRegistry:
     adapters
         Default: all there are, see :mod:`gpuspill.device.adapters`.
     pointer_device
-        Returns the identity of the device that an address belongs to, for libraries whose arrays do not say
-        (:meth:`~gpuspill.device.base.Device.device_of`). Default: ``"cuda:0"``, for a process that sees one.
+        Returns the identity of the device that an address belongs to, for libraries whose arrays do
+        not say (:meth:`~gpuspill.device.base.Device.device_of`). Default: ``"cuda:0"``, for a
+        process that sees one.
 
     Notes
     -----
@@ -198,8 +202,8 @@ class ArrayRegistry:
         Returns
         -------
         ArrayDescription or None
-            None if `value` is no array, or one that has to stay as it is: its adapter says so, or its type derives from
-            one that is known and may carry more. Never raises.
+            None if `value` is no array, or one that has to stay as it is: its adapter says so, or
+            its type derives from one that is known and may carry more. Never raises.
         """
         cls = type(value)
         adapter = self.adapter(cls)
@@ -210,7 +214,8 @@ class ArrayRegistry:
                 return None
             return self._estimate(value)
         except Exception:
-            # What an object does when asked for its properties is not ours; it is not an array to us then.
+            # What an object does when asked for its properties is not ours; it is not an array to
+            # us then.
             return None
 
     def stream(self, value: object) -> tuple[int, object] | None:
@@ -254,7 +259,8 @@ def _knows(adapter: ArrayAdapter, cls: type) -> bool:
     try:
         return library is not None and any(cls is known for known in adapter.types(library))
     except AttributeError:
-        # The library is only half imported, or has no such type in this version: there is no value of it.
+        # The library is only half imported, or has no such type in this version: there is no value
+        # of it.
         return False
 
 
@@ -292,8 +298,8 @@ def _interface_stream(value: object) -> tuple[int, object] | None:
 def estimated_nbytes(value: object) -> int | None:
     """Return the size in bytes that an object claims to have: by its array interface, else by ``nbytes``.
 
-    Never by ``sys.getsizeof``, which knows nothing of memory on a device. None if it claims none. Raises nothing but
-    KeyboardInterrupt.
+    Never by ``sys.getsizeof``, which knows nothing of memory on a device. None if it claims none.
+    Raises nothing but KeyboardInterrupt.
     """
     try:
         found = interface_layout(value)

@@ -1,7 +1,8 @@
 """Objects whose library moves their memory by itself: cuDF's, while its own spilling is on.
 
-Moving them as well would be done twice, and asking them for the address of their memory makes cuDF keep it on the
-device for good. So they are left alone, and cuDF's own answer to an allocation that does not fit goes first.
+Moving them as well would be done twice, and asking them for the address of their memory makes cuDF
+keep it on the device for good. So they are left alone, and cuDF's own answer to an allocation that
+does not fit goes first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ __all__ = ["CudfFirst", "external_types"]
 
 logger = logging.getLogger("gpuspill")
 
-#: Where cuDF keeps its spill manager: named in its developer guide ("Library design", statistics of spilling), and used
-#: by dask-cuda. Asking for the manager makes it, and hangs its callback into RMM.
+#: Where cuDF keeps its spill manager: named in its developer guide ("Library design", statistics of
+#: spilling), and used by dask-cuda. Asking for the manager makes it, and hangs its callback into
+#: RMM.
 _MANAGER_MODULE: Final = "cudf.core.buffer.spill_manager"
 
 
@@ -39,13 +41,13 @@ def external_types() -> tuple[type, ...]:
 class CudfFirst:
     """Sees to it that cuDF's out-of-memory callback is in RMM before gpuspill's.
 
-    cuDF hangs it there with the first buffer that it makes, and raises in the task that makes it if somebody else's
-    callback is there already (``set_spill_on_demand_globally``).
+    cuDF hangs it there with the first buffer that it makes, and raises in the task that makes it if
+    another callback is there already (``set_spill_on_demand_globally``).
 
     Notes
     -----
-    Thread-safe as far as its owner does not call :meth:`let` twice at a time. Knows cuDF by its options and their
-    environment variables, and imports nothing as long as cuDF is not imported.
+    Thread-safe as far as its owner does not call :meth:`let` twice at a time. Knows cuDF by its
+    options and their environment variables, and imports nothing as long as cuDF is not imported.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,8 @@ class CudfFirst:
     def let(self) -> bool:
         """Have cuDF do it now, with the device current; return whether nothing has to be waited for any more.
 
-        Never raises. False only while cuDF is not imported although the environment switches its spilling on.
+        Never raises. False only while cuDF is not imported although the environment switches its
+        spilling on.
         """
         cudf: Any = sys.modules.get("cudf")
         if not hasattr(cudf, "get_option"):

@@ -35,8 +35,9 @@ class Installation(HookInstallation):
 class HookChain:
     """Hooks, asked from the oldest to the newest, as stacked resource adaptors of RMM would be. Thread-safe.
 
-    The chain of a device that has an allocator of its own is connected by nature. One that hangs on somebody else's
-    overrides :meth:`connected`, :meth:`connect` and :meth:`disconnect`.
+    The chain of a device with an allocator of its own is always connected. A chain that hangs on
+    another library's allocator overrides :meth:`connected`, :meth:`connect` and
+    :meth:`disconnect`.
     """
 
     def __init__(self) -> None:

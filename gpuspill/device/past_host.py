@@ -1,8 +1,9 @@
 """Between device memory and files, past the host's: by GPUDirect Storage, where there is a driver for it.
 
-Whether to try is decided by :class:`Trust`, which does nothing. :class:`PastHost` does it, in pieces, on any
-:class:`FileDriver`, which is the boundary to the library. Whatever goes wrong there is no loss: the bytes take the
-ordinary way, and after some failures in a row nothing is tried any more.
+Whether to try is decided by :class:`Trust`, which does nothing. :class:`PastHost` does it, in
+pieces, on any :class:`FileDriver`, which is the boundary to the library. Whatever goes wrong there
+is no loss: the bytes take the ordinary way, and after some failures in a row nothing is tried any
+more.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Transfer(Protocol):
 class DirectFile(Protocol):
     """A file that device memory is written to or read from. Used by one thread.
 
-    Who begins a transfer keeps the file and the memory, and changes neither, until it has ended. Several may be under
-    way, and are done in any order.
+    Who begins a transfer keeps the file and the memory, and changes neither, until it has ended.
+    Several may be under way, and are done in any order.
     """
 
     def write(self, allocation: Allocation, offset: int, nbytes: int) -> Transfer:
@@ -126,9 +127,9 @@ class PastHost:
 
     Notes
     -----
-    Thread-safe; no lock is held during a transfer. The methods block until nothing is under way any more, also if they
-    raise or fail: neither end is in use. What had the memory before, or made what is in it, has to be observed first;
-    no stream is waited for here.
+    Thread-safe; no lock is held during a transfer. The methods block until nothing is under way any
+    more, also if they raise or fail: neither end is in use. What had the memory before, or made
+    what is in it, has to be observed first; no stream is waited for here.
     """
 
     def __init__(self, driver: FileDriver, *, trust: Trust | None = None, piece: int = _PIECE) -> None:
@@ -166,7 +167,7 @@ class PastHost:
         return done
 
     def read(self, fd: int, allocation: Allocation) -> bool:
-        """Fill an allocation, which nobody uses, with the start of an open file.
+        """Fill an unused allocation with the start of an open file.
 
         Returns
         -------
@@ -213,7 +214,7 @@ def _in_pieces(
     begin: Callable[[Allocation, int, int], Transfer],
     before_each: Callable[[], object],
 ) -> None:
-    """Move an allocation in pieces, some of which are under way at once, and wait for all of them."""
+    """Move an allocation in pieces, several at once, and wait for all of them."""
     pending: deque[tuple[Transfer, int]] = deque()
 
     def finish() -> None:

@@ -1,20 +1,21 @@
 """The device port: what gpuspill needs of a device, and what both sides promise.
 
-An adapter implements :class:`Device` and its companions once per kind of device. Everything above (the manager and
-its engine) is written against this page, and ``gpuspill.testing.devices.DeviceTests`` is this page as tests.
+An adapter implements :class:`Device` and its companions once per kind of device. Everything above
+(the manager and its engine) is written against this page, and
+``gpuspill.testing.devices.DeviceTests`` is this page as tests.
 
 Words
 -----
-*Allocation*: one piece of device memory that is freed as a whole. *Array*: an object of some library that looks at
-(part of) an allocation; several arrays may share one. *Stream*: a queue of work on the device, done in order.
-*Copy*: bytes moved between an allocation and a host buffer; it is enqueued on a stream and done later. *Event*: a
-point in a stream. *Producer*: whoever filled an allocation, on a stream of its own, often one we do not know.
-*Observed*: a host thread learnt, from an event, a stream or the device, that work is done. Time passing observes
-nothing.
+*Allocation*: one piece of device memory that is freed as a whole. *Array*: an object of some
+library that looks at (part of) an allocation; several arrays may share one. *Stream*: a queue of
+work on the device, done in order. *Copy*: bytes moved between an allocation and a host buffer; it
+is enqueued on a stream and done later. *Event*: a point in a stream. *Producer*: the code that
+filled an allocation, on a stream of its own, often an unknown one. *Observed*: a host thread
+learnt, from an event, a stream or the device, that work is done. Time passing observes nothing.
 
 Ownership
 ---------
-An :class:`Allocation` owns its memory and is kept alive by references: those of whoever allocated it and those of
+An :class:`Allocation` owns its memory and is kept alive by references: that of its allocating code and those of
 every array built on it. The memory is freed when the last of them goes. :meth:`Device.free` gives it up earlier and
 is for the one who allocated it and built no array on it, or dropped them all (a restore that failed half way).
 Freeing twice is an error, and so is any use afterwards. Memory that a library allocated (an array made by a user's
@@ -22,20 +23,23 @@ task) is borrowed (:meth:`Device.borrow`) and never freed through the port: drop
 
 Identity
 --------
-An allocation is told by (device, base address, size), never by the ``id`` of a Python object: ids are reused, and so
-are addresses, but not while the allocation lives. An allocation of no bytes has an identity of its own, too.
+An allocation is told by (device, base address, size), never by the ``id`` of a Python object: ids
+are reused, and so are addresses, but not while the allocation lives. An allocation of no bytes has
+an identity of its own, too.
 
 Aliasing
 --------
-Arrays on one allocation share bytes: what is written through one is seen through all. A spill copies the allocation,
-once, and not the arrays; a restore makes one allocation and rebuilds every array on it with the layout it had, so
-sharing survives. Nothing here copies on the device: a device that is full has no room for that.
+Arrays on one allocation share bytes: what is written through one is seen through all. A spill
+copies the allocation, once, and not the arrays; a restore makes one allocation and rebuilds every
+array on it with the layout it had, so sharing survives. Nothing here copies on the device: a device
+that is full has no room for that.
 
 Streams
 -------
-The port's copies run on streams that belong to it, one per direction (:meth:`Device.stream`), which do not block
-with the streams that others compute on. Copies of one stream are done in the order in which they were enqueued;
-streams are not ordered with each other unless someone orders them. The two directions run at the same time.
+The port's copies run on streams that belong to it, one per direction (:meth:`Device.stream`), which
+do not block with the streams that others compute on. Copies of one stream are done in the order in
+which they were enqueued; streams are not ordered with each other unless someone orders them. The
+two directions run at the same time.
 
 Ordering
 --------
@@ -49,65 +53,71 @@ every use of the bytes it replaces.
 
 Completion
 ----------
-The destination of a copy holds nothing useful until its event was observed: :meth:`Event.done` returned True or
-:meth:`Event.wait` did. Until then the destination must not be read, and neither end be changed, freed or used for
-another copy that is not ordered after this one. An event that is observed covers all that its stream did before it,
-and all that this was ordered after.
+The destination of a copy holds nothing useful until its event was observed: :meth:`Event.done`
+returned True or :meth:`Event.wait` did. Until then the destination must not be read, and neither
+end be changed, freed or used for another copy that is not ordered after this one. An event that is
+observed covers all that its stream did before it, and all that this was ordered after.
 
 Host buffers
 ------------
-Any C-contiguous object with the buffer protocol; writable if it is a destination. Its address and size must not
-change while a copy is in flight; the copy refers to it until the event was observed. Pageable memory is accepted and
-may be slower or make the call block; :meth:`Device.pinned` gives memory for which neither holds, which is scarce and
-slow to get: keep it and use it again.
+Any C-contiguous object with the buffer protocol; writable if it is a destination. Its address and
+size must not change while a copy is in flight; the copy refers to it until the event was observed.
+Pageable memory is accepted and may be slower or make the call block; :meth:`Device.pinned` gives
+memory for which neither holds, which is scarce and slow to get: keep it and use it again.
 
 Two-phase release
 -----------------
-A spill is: order after the producer, copy, *observe the event*, check, and only then drop the arrays and the
-allocation. The destination is not a copy before the event was observed, so the device memory stays authoritative
-until then. A restore is: allocate, copy, *observe the event*, and only then build arrays on it and hand them out;
-the lower tier's copy stays authoritative until then. An allocation that is dropped or freed while a copy of it is in
-flight is an error of the caller. An adapter raises :class:`FreedUnderCopy` where it can tell (:meth:`Device.free`
-always can) and never lets such a copy pass for a good one.
+A spill is: order after the producer, copy, *observe the event*, check, and only then drop the
+arrays and the allocation. The destination is not a copy before the event was observed, so the
+device memory stays authoritative until then. A restore is: allocate, copy, *observe the event*, and
+only then build arrays on it and hand them out; the lower tier's copy stays authoritative until
+then. An allocation that is dropped or freed while a copy of it is in flight is an error of the
+caller. An adapter raises :class:`FreedUnderCopy` where it can tell (:meth:`Device.free` always can)
+and never lets such a copy pass for a good one.
 
 Out of memory
 -------------
-An allocation that does not fit, by the port or by a library, calls the hooks (:meth:`Device.on_out_of_memory`) with
-the bytes asked for and the number of times this allocation was retried. A hook that returns True says "I freed
-something, try again"; False passes to the next; when all have passed, ``MemoryError`` is raised
-(:class:`OutOfMemory` by the port). An exception in a hook reaches whoever allocates. Hooks form a chain with those
-that others installed; who is asked first is not promised. Whoever installs one checks from time to time that it is
-still installed: a library that sets up its memory anew drops it.
+An allocation that does not fit, by the port or by a library, calls the hooks
+(:meth:`Device.on_out_of_memory`) with the bytes asked for and the number of times this allocation
+was retried. A hook that returns True says "I freed something, try again"; False passes to the next;
+when all have passed, ``MemoryError`` is raised (:class:`OutOfMemory` by the port). An exception in
+a hook reaches the allocating code. Hooks form a chain with those that other libraries installed;
+their order is not promised. The installer of a hook checks from time to time that it is still
+installed: a library that sets up its memory anew drops it.
 
-The hook runs in the thread that allocates, in the middle of whatever that thread does, with no lock of the port
-held; several threads may be in it at once. It may copy, synchronise and free. It should not allocate device memory:
-an allocation that fails inside a hook does **not** call hooks again, it raises at once. It must not wait for a move
-that the allocating thread itself is doing.
+The hook runs in the thread that allocates, in the middle of whatever that thread does, with no lock
+of the port held; several threads may be in it at once. It may copy, synchronise and free. It should
+not allocate device memory: an allocation that fails inside a hook does **not** call hooks again, it
+raises at once. It must not wait for a move that the allocating thread itself is doing.
 
 Threads and locks
 -----------------
-Every method may be called from any thread. None is called with a lock of the caller held that a hook could want. The
-port holds no lock of its own across a copy, a hook, or an allocation of host memory. Enqueueing returns without
-waiting for the device, as far as the host buffer allows. The port has no threads, and no callbacks on completion.
-Waiting for an event cannot be cancelled; give it a timeout and look again.
+Every method may be called from any thread. None is called with a lock of the caller held that a
+hook could want. The port holds no lock of its own across a copy, a hook, or an allocation of host
+memory. Enqueueing returns without waiting for the device, as far as the host buffer allows. The
+port has no threads, and no callbacks on completion. Waiting for an event cannot be cancelled; give
+it a timeout and look again.
 
 Errors
 ------
-``ValueError`` and ``TypeError``: an argument makes no sense (a size below zero, a copy out of bounds, a buffer that
-is read-only or not contiguous); nothing was enqueued. :class:`OutOfMemory`: see above; nothing was allocated.
-:class:`DeviceError` and what derives from it: the contract was broken, or the device failed; the data of the copy
-concerned is not valid and the other copy stays authoritative. Reading them as a failed move is right.
+``ValueError`` and ``TypeError``: an argument makes no sense (a size below zero, a copy out of
+bounds, a buffer that is read-only or not contiguous); nothing was enqueued. :class:`OutOfMemory`:
+see above; nothing was allocated. :class:`DeviceError` and what derives from it: the contract was
+broken, or the device failed; the data of the copy concerned is not valid and the other copy stays
+authoritative. Reading them as a failed move is right.
 
 Letting go
 ----------
-What keeps a library's memory is let go of by :meth:`Device.let_go`: the library frees the memory then, in that thread,
-which a library may want to be prepared for that, and which may have to wait for the device. So on the thread of an
-event loop it is left to another one, if somebody lends one (:meth:`Device.release_by`).
+What keeps a library's memory is let go of by :meth:`Device.let_go`: the library frees the memory
+then, in that thread, which a library may want to be prepared for that, and which may have to wait
+for the device. So on the thread of an event loop it is left to another thread, if one was lent
+(:meth:`Device.release_by`).
 
 Not promised
 ------------
-That misuse is detected on real devices (it is, on the simulated one); that memory freed by us is what
-:meth:`Device.memory_info` reports as free (pools keep memory; others use the device); fairness between streams.
+That misuse is detected on real devices (it is, on the simulated one); that memory freed by us is
+what :meth:`Device.memory_info` reports as free (pools keep memory; others use the device); fairness
+between streams.
 """
 
 from __future__ import annotations
@@ -165,7 +175,7 @@ OutOfMemoryHook: TypeAlias = Callable[[int, int], bool]
 
 
 class Allocation(ABC):
-    """Device memory; freed when nobody refers to it any more. Supports weak references. Compares by identity."""
+    """Device memory; freed with the last reference to it. Supports weak references. Compares by identity."""
 
     __slots__ = ("__weakref__",)
 
@@ -421,12 +431,13 @@ class Device(ABC):
     def fence(self, allocation: Allocation) -> Event | None:
         """Return an event for all that was enqueued so far for an allocation, by whomever and on whatever stream.
 
-        Never blocks. None, which is the default, where the device does not know: synchronise with all of it instead.
+        Never blocks. None, which is the default, where the device does not know: synchronise with
+        all of it instead.
         """
         return None
 
     def produced(self, stream: Any) -> Event | None:
-        """Return an event for all that was enqueued so far on a stream of somebody's, by the driver's handle.
+        """Return an event for all that was enqueued so far on any library's stream, by the driver's handle.
 
         Never blocks. None, which is the default, where that cannot be had.
         """
@@ -504,7 +515,7 @@ class Device(ABC):
         Raises
         ------
         DeviceError
-            Something went wrong that nobody has observed yet.
+            An error occurred that no caller has observed yet.
         """
 
     @abstractmethod
@@ -537,6 +548,6 @@ class Device(ABC):
     def close(self) -> None:
         """Wait for copies in flight, take the port's hooks out and give its streams back. Idempotent.
 
-        For whoever made the device object; who shares it takes out his own hooks. Allocations live on for as long as
-        somebody refers to them.
+        Called by the code that made the device object; others that share it take out their own
+        hooks. Allocations live on for as long as they are referenced.
         """

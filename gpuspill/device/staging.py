@@ -137,11 +137,11 @@ class Copier:
             _copy(_pieces([nbytes], chunk), buffers, enqueue, after)
 
     def to_device(self, buffer: memoryview, allocation: Allocation) -> None:
-        """Copy a buffer into an allocation of its size, which nobody else uses; see :meth:`to_device_together`."""
+        """Copy a buffer into an allocation of its size, which must not be in use; see :meth:`to_device_together`."""
         self.to_device_together([Part(allocation, 0, buffer)])
 
     def to_device_together(self, parts: Sequence[Part], pinned: Sequence[Part] = ()) -> None:
-        """Copy bytes of the host into parts of allocations, which nobody else uses.
+        """Copy bytes of the host into parts of allocations, which must not be in use.
 
         Parameters
         ----------
@@ -260,7 +260,7 @@ class _Lanes:
     def lend(self, plan: CopyPlan) -> Iterator[list[HostArray]]:
         """Wait for a lane and lend its buffers for the length of the block; none if they are not to be used or had.
 
-        Who has a lane waits for nobody (but a disk), so those who wait for one get it.
+        The holder of a lane waits for nothing but a disk, so every caller that waits for a lane gets it.
         """
         if not plan.staged:
             yield []

@@ -73,14 +73,15 @@ class Layout:
     Attributes
     ----------
     offset
-        Bytes from the base address to the first element. With negative strides the array reaches below it.
+        Bytes from the base address to the first element. With negative strides the array reaches
+        below it.
     shape
         Elements along each axis.
     strides
         Bytes between neighbours along each axis; any sign, 0 for a broadcast axis.
     dtype
-        Element type in the array's library: its name (``"<f8"`` for NumPy and those that follow it), or the type itself
-        where no name tells it all (records, ``bfloat16``).
+        Element type in the array's library: its name (``"<f8"`` for NumPy and those that follow
+        it), or the type itself where no name tells it all (records, ``bfloat16``).
     itemsize
         Bytes of an element.
     writeable
@@ -143,9 +144,11 @@ class CopyPlan:
     Attributes
     ----------
     chunk_nbytes
-        Bytes of one copy: large enough to be fast, small enough that copies of others come in between.
+        Bytes of one copy: large enough to be fast, small enough that copies of others come in
+        between.
     staged
-        Whether to go by way of pinned memory, because copies from and to ordinary memory are slower.
+        Whether to go by way of pinned memory, because copies from and to ordinary memory are
+        slower.
     """
 
     chunk_nbytes: int = 32 * 2**20
@@ -163,7 +166,8 @@ class MemoryInfo(NamedTuple):
 class DeviceStatistics:
     """What a device did so far.
 
-    On a device that is shared with others, all but the copies and the pinned memory covers what went through the port.
+    On a device that is shared with others, all but the copies and the pinned memory covers what
+    went through the port.
 
     Attributes
     ----------
@@ -172,7 +176,7 @@ class DeviceStatistics:
     live_allocations, allocations
         Allocations now, and ever.
     copies_in_flight
-        Copies enqueued whose completion nobody has observed.
+        Copies enqueued whose completion was not observed yet.
     copies_to_host, copies_to_device, bytes_to_host, bytes_to_device
         Copies enqueued so far, and their bytes.
     pinned_bytes

@@ -1,7 +1,8 @@
 """What gpuspill knows of dask-cuda beyond its documented interface. All of it stands here.
 
-Written for dask-cuda 26.06 to 26.10. :func:`missing_parts` names what an installed release does not have any more;
-``tests/dask_cuda/test_parts.py`` fails with those names. Nothing here imports dask-cuda before it is called.
+Written for dask-cuda 26.06 to 26.10. :func:`missing_parts` names what an installed release does not
+have any more; ``tests/dask_cuda/test_parts.py`` fails with those names. Nothing here imports
+dask-cuda before it is called.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def switched_off() -> bool:
 def device_limit_option(limit: object) -> object:
     """Translate dask-cuda's ``device_memory_limit`` into the option of gpuspill.
 
-    The words differ: dask-cuda's ``"default"`` is gpuspill's ``"auto"`` (0.8 of the device), and its ``"auto"`` is
-    *no limit*.
+    The words differ: dask-cuda's ``"default"`` is gpuspill's ``"auto"`` (0.8 of the device), and
+    its ``"auto"`` is *no limit*.
     """
     if isinstance(limit, str):
         word = limit.strip().lower()

@@ -33,7 +33,7 @@ class Decoder:
     Attributes
     ----------
     disperse
-        Takes over what values that came as bytes have on a device; None if nobody does.
+        Takes over the device memory of values that came as bytes; None if there is no device tier.
     """
 
     def __init__(self, metadata: Metadata, serializer: Serializer, observer: Observer | None) -> None:

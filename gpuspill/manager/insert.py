@@ -31,12 +31,13 @@ class Sharing:
     metadata
         What is known of all values.
     find
-        Returns what memory a value keeps alive that may be kept alive by others, or None; by default nothing is
-        looked for.
+        Returns what memory a value keeps alive that may be kept alive by others, or None; by
+        default nothing is looked for.
 
     Notes
     -----
-    :meth:`look` may take its time and holds no lock; the rest is to be called under the lock of the metadata.
+    :meth:`look` may take its time and holds no lock; the rest is to be called under the lock of the
+    metadata.
     """
 
     def __init__(self, metadata: Metadata, find: Callable[[object], SharedMemory | None] | None) -> None:
@@ -60,13 +61,13 @@ class Sharing:
             state.divide(pid, own, self.parts(self._metadata.slots[pid].key, shared))
 
     def take_up(self, pid: int, value: object, shared: SharedMemory | None = None) -> None:
-        """Note that a value that was evicted while somebody held it is here again: nothing has to be read."""
+        """Take back a value that was evicted while it was referenced. Nothing is read."""
         state = self._metadata.state
         if state.ledger.entries[pid].state is State.SPILLED:
             state.begin_restore(pid)
             self._metadata.slots.attach(pid, value)
             state.complete_restore(pid)
-            state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
+            state.renew(pid)  # its holder may have changed it, and the record was not read
             self.divide(pid, shared)
 
     def _part(self, key: Hashable, owner: object, nbytes: int) -> int:
@@ -133,8 +134,8 @@ class Intake:
         spillable
             Whether it may leave memory.
         touched
-            Whether it may have been changed in place since it was stored before, under whatever key: then its record is
-            given up.
+            Whether it may have been changed in place since it was stored before, under whatever
+            key: then its record is given up.
         """
         nbytes = as_nbytes(self._sizeof(value) if nbytes is None else nbytes)
         shared = self._sharing.look(value)
@@ -214,9 +215,9 @@ class Intake:
         Raises
         ------
         StorageError
-            It could not be written: no room (StorageFull), not allowed (QuotaExceeded), the manager was closed
-            meanwhile, or whatever the disk or a frame stream reports. Then nothing is left of it, and the key holds
-            what it held.
+            It could not be written: no room (StorageFull), not allowed (QuotaExceeded), the manager
+            was closed meanwhile, or whatever the disk or a frame stream reports. Then nothing is
+            left of it, and the key holds what it held.
         """
         metadata = self._metadata
         clock = metadata.clock

@@ -1,10 +1,11 @@
 """The proxify manager: all values of one worker, wherever they are.
 
-It puts the parts together, shows those that others use, and has what concerns one key. The core decides
-(:mod:`gpuspill.core.state`, behind the lock in :mod:`gpuspill.manager.transaction`); the parts carry out. Those that
-are not shown: values come in (:mod:`gpuspill.manager.insert`), one value comes back (:mod:`gpuspill.manager.restore`),
-or several do (:mod:`gpuspill.manager.restore_together`), and is decoded (:mod:`gpuspill.manager.decode`), values are
-written (:mod:`gpuspill.manager.spill`).
+It puts the parts together, shows those that others use, and has what concerns one key. The core
+decides (:mod:`gpuspill.core.state`, behind the lock in :mod:`gpuspill.manager.transaction`); the
+parts carry out. Those that are not shown: values come in (:mod:`gpuspill.manager.insert`), one
+value comes back (:mod:`gpuspill.manager.restore`), or several do
+(:mod:`gpuspill.manager.restore_together`), and is decoded (:mod:`gpuspill.manager.decode`), values
+are written (:mod:`gpuspill.manager.spill`).
 
 ``docs/design/contract.md`` states what holds when.
 """
@@ -57,17 +58,18 @@ class ProxifyManager:
     serializer
         How values become bytes.
     loads_together
-        Rebuilds several values at once, or none, where that costs less; None: they are rebuilt one by one. Instead of a
-        value, None says that it has to be.
+        Rebuilds several values at once, or none, where that costs less; None: they are rebuilt one
+        by one. Instead of a value, None says that it has to be.
     sizeof
-        Bytes a value takes in memory; called on the storing thread when the caller does not give the size.
+        Bytes a value takes in memory; called on the storing thread when the caller does not give
+        the size.
     allocate
         Gives the buffer that a record is read into.
     observer
         Told about I/O and hits.
     shared
-        ``shared(value)`` tells which memory a value keeps alive that others may keep alive too: that is charged once,
-        for as long as one of them is in memory.
+        ``shared(value)`` tells which memory a value keeps alive that others may keep alive too:
+        that is charged once, for as long as one of them is in memory.
     custody
         Knows values that stand for memory elsewhere; their sizes are taken as exact.
     policy
@@ -77,8 +79,8 @@ class ProxifyManager:
     spill_threads, restore_threads
         Background threads.
     spill_timeout
-        Seconds after which nobody waits any more for a spill that has not ended, and for the end of threads and of I/O
-        when the manager is closed; 0 for no limit.
+        Seconds that others wait for a spill, and that closing the manager waits for threads and
+        I/O. 0 for no limit.
     name
         Part of the thread names.
     clock, engine
@@ -99,12 +101,12 @@ class ProxifyManager:
 
     Notes
     -----
-    All methods, and those of the parts above, may be called from any thread. Those that may block for I/O say so; no
-    other does.
+    All methods, and those of the parts above, may be called from any thread. Those that may block
+    for I/O say so; no other does.
 
-    A finaliser that the garbage collector runs in the middle of one of them may read: it is given a copy of what is not
-    in memory. What it stores, deletes or releases is stored, deleted or released a moment later. It can neither pin
-    nor ask for room nor close (RuntimeError).
+    A finaliser that the garbage collector runs in the middle of one of them may read: it is given a
+    copy of what is not in memory. What it stores, deletes or releases is stored, deleted or
+    released a moment later. It can neither pin nor ask for room nor close (RuntimeError).
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class ProxifyManager:
 
     @deferred()
     def store_encoded(self, key: Hashable, encoded: Encoded) -> None:
-        """Put a value that came as bytes in memory under `key`; it is decoded when somebody needs it, if ever.
+        """Put a value that came as bytes in memory under `key`; it is decoded on first use.
 
         Evicting it before that writes the bytes as they are.
         """
@@ -322,7 +324,8 @@ class ProxifyManager:
     def get(self, key: Hashable) -> Any:
         """Return the value of `key`.
 
-        If it is on disk it is read in the calling thread, which blocks, without waiting for admission.
+        If it is on disk it is read in the calling thread, which blocks, without waiting for
+        admission.
 
         Raises
         ------
@@ -420,7 +423,8 @@ class ProxifyManager:
     def story(self, key: Hashable) -> list[Event]:
         """Return what became of the values that a key has had, as far as they left memory; the oldest event first.
 
-        The last few thousand events of the manager are kept. Events of an earlier value of the key are among them.
+        The last few thousand events of the manager are kept. Events of an earlier value of the key
+        are among them.
         """
         with self._metadata:
             entry = self._ledger.keys.get(key)
@@ -440,8 +444,9 @@ class ProxifyManager:
     def close(self) -> None:
         """Stop the threads and remove everything from disk. Values in memory stay readable.
 
-        Whoever waits for room is let go. Idempotent; blocks until running moves have ended, or for no longer than twice
-        the manager's `spill_timeout`: then threads, and perhaps files, are left behind, with a warning.
+        Waiting admissions are granted. Idempotent; blocks until running moves have ended, or for no
+        longer than twice the manager's `spill_timeout`: then threads, and perhaps files, are left
+        behind, with a warning.
         """
         with self._metadata as state:
             if self._metadata.closed:

@@ -33,8 +33,8 @@ class Serialized(NamedTuple):
     header
         Small; whatever :meth:`Serializer.loads` needs besides the frames.
     frames
-        Buffers, or streams of bytes. They may alias the value's own memory, so the value must stay unchanged while
-        they are in use.
+        Buffers, or streams of bytes. They may alias the value's own memory, so the value must stay
+        unchanged while they are in use.
     """
 
     header: bytes
@@ -43,12 +43,12 @@ class Serialized(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Encoded:
-    """A value that is kept as bytes until somebody needs it: how it came over the network, or how it lies on disk.
+    """A value that is kept as bytes until its first use: as it came over the network, or as it lies on disk.
 
     Attributes
     ----------
     header, frames
-        As in :class:`Serialized`; the frames belong to whoever holds this object.
+        As in :class:`Serialized`; the frames belong to the holder of this object.
     nbytes
         Bytes that the value will take in memory, on a device included.
     device_nbytes
@@ -73,16 +73,17 @@ class Serializer(Protocol):
         ...
 
 
-#: ``loads_together(records)``: the values of several records, or None for those that it does not know how to rebuild.
-#: If it raises, nothing is left of any.
+#: ``loads_together(records)``: the values of several records, or None for those that it does not
+#: know how to rebuild. If it raises, nothing is left of any.
 LoadsTogether: TypeAlias = Callable[[Sequence[tuple[bytes, Sequence[memoryview]]]], list[Any]]
 
 
 class Observer(Protocol):
     """Told about every unit of work, in the thread that did it and without a lock held.
 
-    Labels and units are those of distributed's fine performance metrics: ``disk-read``, ``disk-write``,
-    ``memory-read``, ``serialize``, ``deserialize``; ``seconds``, ``bytes``, ``count``.
+    Labels and units are those of distributed's fine performance metrics: ``disk-read``,
+    ``disk-write``, ``memory-read``, ``serialize``, ``deserialize``; ``seconds``, ``bytes``,
+    ``count``.
     """
 
     def __call__(self, label: str, value: float, unit: str, /) -> None:
@@ -101,12 +102,12 @@ def observe_write(observer: Observer | None, receipt: Receipt, seconds: float) -
 class Custody(Protocol):
     """Knows values that stand for memory elsewhere, such as a device's.
 
-    Its methods are called with the metadata lock held: they must be fast, take no lock that is ever held around a call
-    of a manager, and not raise.
+    Its methods are called with the metadata lock held: they must be fast, take no lock that is ever
+    held around a call of a manager, and not raise.
     """
 
     def held(self, value: Any) -> bool:
-        """Whether somebody uses the memory, so that evicting the value would free nothing."""
+        """Whether the memory is in use elsewhere, so that evicting the value would free nothing."""
         ...
 
     def leave(self, value: Any) -> Callable[[], Any] | None:
@@ -115,8 +116,8 @@ class Custody(Protocol):
         Returns
         -------
         callable or None
-            ``ghost()`` returns a value in its place if the memory is still there when it is wanted again, else None. It
-            is called without a lock, from any thread.
+            ``ghost()`` returns a value in its place if the memory is still there when it is wanted
+            again, else None. It is called without a lock, from any thread.
         """
         ...
 

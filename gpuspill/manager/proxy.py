@@ -2,7 +2,7 @@
 
 It has its own type and none of the value's methods. Impersonating the value is what made the
 predecessor fail at compiled type checks, hashing, truth values and dispatch registries; a handle
-cannot be mistaken for the value, and nobody but gpuspill ever sees one.
+cannot be mistaken for the value, and only gpuspill ever sees one.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Proxy:
         return self._restorer.bring(self.key, self.pid)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A proxy that leaves the process leaves as its value: the manager never travels, and the other side may not
-        # have gpuspill, so rebuilding it takes nothing of ours. Large buffers of the value stay out of band if the
-        # pickler allows it.
+        # A proxy that leaves the process leaves as its value: the manager never travels, and the
+        # other side may not have gpuspill, so rebuilding it takes nothing of ours. Large buffers of
+        # the value stay out of band if the pickler allows it.
         return operator.getitem, ((self.resolve(),), 0)
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """Bringing values back: once, however many threads want them.
 
-The first thread that wants a spilled value reads it, in its own time; the others wait for its future and get the same
-object. What waits in line for a restore thread is taken over by a thread that needs it: so nobody waits for a line, and
-reading ahead never makes a read slower.
+The first thread that wants a spilled value reads it, in its own time; the others wait for its
+future and get the same object. A thread that needs a value takes it over from the line for restore
+threads. So no task waits for the line, and reading ahead never makes a read slower.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ class Restorer:
         return self._metadata.slots[entry.pid].value
 
     def begin(self, key: Hashable, pid: int, admission: Admission | None) -> Restore:
-        """Join a restore in flight or begin one. Whoever claims it has to run it.
+        """Join a restore in flight or begin one. The caller that claims it has to run it.
 
-        Decoding a value that came as bytes is a restore from memory: the proxy is pinned instead of moving.
+        Decoding a value that came as bytes is a restore from memory: the proxy is pinned instead of
+        moving.
         """
         slot = self._metadata.slots[pid]
         state = self._metadata.state
@@ -211,9 +212,9 @@ class Restorer:
     def copy(self, key: Hashable, pid: int) -> Any:
         """Return a copy of a value that is not ready, and change nothing.
 
-        For a finaliser that runs in the middle of a change or of an operation of the store, or that asks for the very
-        value that its thread is about to bring back (so may a deserialiser). It cannot wait for whoever restores the
-        value: that waits for this thread.
+        For a finaliser that runs in the middle of a change or of an operation of the store, or that
+        asks for the very value that its thread is about to bring back (so may a deserialiser). It
+        cannot wait for the thread that restores the value: that thread waits for this one.
         """
         slot = self._metadata.slots[pid]
         if slot.sizeof < 0:
@@ -221,7 +222,8 @@ class Restorer:
         if slot.loss is not None:
             raise self.lost_error(key, pid, slot.loss)
         if type(slot.value) is Encoded:
-            # As they are: the value may not share its memory with the one that others will be given.
+            # As they are: the value may not share its memory with the one that others will be
+            # given.
             frames = [memoryview(bytearray(frame)) for frame in slot.value.frames]
             return self._serializer.loads(slot.value.header, frames)
         if slot.receipt is None or (self._metadata.closed and not self._metadata.inherited):
@@ -233,7 +235,7 @@ class Restorer:
         return self._serializer.loads(*record)
 
     def lost_error(self, key: Hashable, pid: int, reason: str) -> DataLostError:
-        """Return the error for whoever asked for `key`, with what became of the value."""
+        """Return the error for the caller that asked for `key`, with what became of the value."""
         error = DataLostError(_lost(key, reason), key)
         with self._metadata:
             error.add_note(self._metadata.story.told(pid))
@@ -275,7 +277,7 @@ class Restorer:
             raise error.retold(_lost(key, error.message), key) from error
 
     def restore(self, pid: int) -> None:
-        """Bring a value back. Whoever calls this has claimed the restore. Never raises an Exception."""
+        """Bring a value back. The caller has claimed the restore. Never raises an Exception."""
         slot = self._metadata.slots[pid]  # stays: nothing forgets a proxy that moves or is pinned
         if type(slot.value) is Encoded:
             self._decode(pid, slot.value)
@@ -306,12 +308,12 @@ class Restorer:
             if left is not None and pid in state.ledger.entries:
                 state.hollow(pid, left)
             if alive and pid in state.ledger.entries:
-                state.renew(pid)  # who had it meanwhile may have changed it, and nobody has read what is on disk
+                state.renew(pid)  # its holder may have changed it, and the record was not read
             self._sharing.divide(pid, shared)
         future.set_result(value)
 
     def revive(self, keys: Iterable[Hashable]) -> None:
-        """Take back what left memory while somebody had it, and still has. Nothing is read, and records are given up.
+        """Take back values that left memory and are still referenced. Reads nothing and gives up their records.
 
         Other keys do not matter.
         """
@@ -325,7 +327,7 @@ class Restorer:
             self.restore(entry.pid)
 
     def _decode(self, pid: int, encoded: Encoded) -> None:
-        """Put the value in the place of its bytes. Whoever calls this pinned the proxy. Never raises an Exception."""
+        """Put the value in the place of its bytes. The caller has pinned the proxy. Never raises an Exception."""
         slot = self._metadata.slots[pid]
         value, left, shared, error = None, None, None, None
         try:
@@ -350,7 +352,7 @@ class Restorer:
         future.set_result(value)
 
     def fetch(self, key: Hashable, pid: int, lend: Lend | None = None) -> Encoded | Any:
-        """Read a record without decoding it, or find its value in memory by now. Blocks, but for nobody else's work.
+        """Read a record without decoding it, or find its value in memory by now. Blocks on its own I/O only.
 
         Parameters
         ----------
@@ -382,7 +384,7 @@ class Restorer:
                     if entry.resident or slot.receipt is not receipt:
                         continue  # it was brought back meanwhile, and its record given up
                     if entry.moving or self._metadata.closed:
-                        # Whoever restores it finds out, and says so to all.
+                        # The thread that restores it finds out, and tells all.
                         raise self.lost_error(key, pid, error.message) from error
                     future = self.begin(key, pid, None)
                     future.claim()
@@ -424,8 +426,8 @@ class Restorer:
 
 
 def _lost(key: Hashable, reason: str) -> str:
-    """Return what to tell whoever asked for `key`, which may be one of several that held the value."""
+    """Return the message for a caller that asked for `key`, one of perhaps several keys of the value."""
     before, found, rest = reason.partition(_IS_LOST)
-    if found and before.startswith(_VALUE):  # said already, to somebody who asked on behalf of this one
+    if found and before.startswith(_VALUE):  # said already, to a caller that asked on behalf of this one
         reason = rest
     return f"{_VALUE}{key!r}{_IS_LOST}{reason}"

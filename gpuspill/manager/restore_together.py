@@ -1,7 +1,7 @@
 """Bringing several values back at once, where that costs less than one after the other.
 
-As for one (:mod:`gpuspill.manager.restore`): each value has a restore of its own, which others may wait for, and comes
-to an end of its own. What cannot be had together comes by itself.
+As for one (:mod:`gpuspill.manager.restore`): each value has a restore of its own, which others may
+wait for, and comes to an end of its own. What cannot be had together comes by itself.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TogetherRestorer:
 
     Notes
     -----
-    Thread-safe. A thread ends its own restores before it waits for those of others, so two threads that each have some
-    of what both want do not wait for each other.
+    Thread-safe. A thread ends its own restores before it waits for those of others, so two threads
+    that each have some of what both want do not wait for each other.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class TogetherRestorer:
     def bring(self, items: Sequence[tuple[Hashable, int]], admission: Admission | None) -> dict[Hashable, Any]:
         """Return the values of several proxies by key, restoring in this thread all that no other one is at. Blocks.
 
-        Parameters, and what is raised, as for :meth:`Restorer.bring <gpuspill.manager.restore.Restorer.bring>`.
+        Parameters, and what is raised, as for :meth:`Restorer.bring
+        <gpuspill.manager.restore.Restorer.bring>`.
         """
         values: dict[Hashable, Any] = {}
         pending: list[tuple[Hashable, int, Future[Any]]] = []
@@ -89,7 +90,8 @@ class TogetherRestorer:
     ) -> list[tuple[Hashable, Future[Any]]]:
         """Return futures of the values of several proxies by key, restored together on a restore thread.
 
-        As :meth:`Restorer.start <gpuspill.manager.restore.Restorer.start>`: another thread may claim any of them first.
+        As :meth:`Restorer.start <gpuspill.manager.restore.Restorer.start>`: another thread may
+        claim any of them first.
         """
         futures: list[tuple[Hashable, Future[Any]]] = []
         for start in range(0, len(items), _TOGETHER):
@@ -125,7 +127,8 @@ class TogetherRestorer:
                 for _, _, restore in ahead:
                     restore.urgency = urgency  # where it was in line before, it will be found done
         if len(ahead) > 1:
-            # In a copy of the caller's context, by which the observer tells on whose behalf it is read.
+            # In a copy of the caller's context, by which the observer tells on whose behalf it is
+            # read.
             if self._engine.submit(partial(copy_context().run, self._run, ahead, urgency), urgency):
                 return
             with self._metadata:
@@ -207,7 +210,7 @@ class TogetherRestorer:
         return pending
 
     def _load(self, pids: Sequence[int]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Return the values of proxies that somebody still has, and of those that can be had together.
+        """Return the values of proxies that are still referenced, and of those that can be had together.
 
         What fails is tried again by itself.
         """

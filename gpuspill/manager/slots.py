@@ -19,7 +19,7 @@ __all__ = ["Restore", "Slot", "Slots"]
 
 #: After so many refusals it is looked into who holds a value.
 _PATIENCE = 3
-#: After so many a value is evicted all the same, if nothing can tell whether somebody holds it or it holds itself.
+#: After so many tries a value is evicted even so, if it may be referenced by itself alone.
 _LAST_PATIENCE = 20
 #: Then it is written so often, as long as it is another one after each write than before.
 _WRITTEN_IN_VAIN = 5
@@ -28,8 +28,8 @@ _WRITTEN_IN_VAIN = 5
 class Restore(Future[Any]):
     """A restore, or a decoding, that was begun: what those who want the value wait for.
 
-    It is done by the first thread that claims it, be that a restore thread for which it is in line or one that needs
-    the value and would have to wait. Guarded by the metadata lock.
+    It is done by the first thread that claims it, be that a restore thread for which it is in line
+    or one that needs the value and would have to wait. Guarded by the metadata lock.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class Slot(Entry):
     ----------
     value
         The value while it is in memory, else None. An :class:`~gpuspill.manager.ports.Encoded` that
-        nobody has needed yet is in memory too, but has to be decoded before it can be handed out.
+        has not been needed yet is in memory too, but has to be decoded before it can be handed out.
     sizeof
         Its size as the caller gave it, in bytes, uncorrected; negative until it has entered.
     device_nbytes
@@ -69,11 +69,13 @@ class Slot(Entry):
     restoring
         The restore or decoding in flight: single flight.
     ghost, ghost_id
-        Gives a value that was evicted while somebody held it, as long as it is alive, and its identity.
+        Gives a value that was evicted while it was referenced, as long as it is alive, and its
+        identity.
     found_held
         How often it was found held when it should have been evicted.
     knots
-        References to it that come from inside it, as far as that was looked into; None if it was not.
+        References to it that come from inside it, as far as that was looked into; None if it was
+        not.
     loss
         Why it is lost, if it is.
     """
@@ -115,15 +117,17 @@ class Slots(dict[int, Slot]):
     undecoded
         Number of values in memory that came as bytes and are not decoded.
     in_use
-        ``in_use(keys)`` tells whether a running task has the value of one of these keys in hand; None if that is not
-        known. Called with the metadata lock held, from any thread: must be fast, take no lock and not raise.
+        ``in_use(keys)`` tells whether a running task has the value of one of these keys in hand;
+        None if that is not known. Called with the metadata lock held, from any thread: must be
+        fast, take no lock and not raise.
     by_id
         Proxies by the identity of their values.
     doubtful
-        Proxies that look held for ever: whether somebody holds them, or they hold themselves, is to be looked into.
+        Proxies that look held for ever. A look has to tell outside references from those of a value
+        to itself.
     looped_nbytes
-        Bytes of values that were evicted although something refers to them. Only a collection lets go of what refers to
-        itself. To be reset by whoever runs one.
+        Bytes of values that were evicted although something refers to them. Only a collection lets
+        go of what refers to itself. The caller that runs a collection resets it.
     """
 
     def __init__(self, custody: Custody | None = None) -> None:
@@ -136,7 +140,8 @@ class Slots(dict[int, Slot]):
         self.looped_nbytes = 0
         self._looping: ClassTable[bool] = ClassTable()
         self._ghosts: dict[int, int] = {}
-        # What CPython reports for a value to which only its slot refers; measured, because it differs between releases.
+        # What CPython reports for a value to which only its slot refers; measured, because it
+        # differs between releases.
         slot = Slot(0, 0)
         slot.value = object()
         self._unheld = getrefcount(slot.value)
@@ -161,7 +166,7 @@ class Slots(dict[int, Slot]):
         return slot is not None and type(slot.value) is not Encoded and slot.sizeof >= 0
 
     def find(self, value: object) -> int | None:
-        """Return the proxy of an object that is in memory, or was evicted while somebody held it."""
+        """Return the proxy of an object that is in memory, or was evicted while it was referenced."""
         pid = self.by_id.get(id(value))
         if pid is None:
             pid = self._ghosts.get(id(value))
@@ -207,17 +212,19 @@ class Slots(dict[int, Slot]):
         return value
 
     def _unlist(self, pid: int, value: object) -> None:
-        # Reading a record can yield an object that another proxy holds already: None, True, a small number, an interned
-        # string. The last one to come is listed; the other just cannot be found by identity.
+        # Reading a record can yield an object that another proxy holds already: None, True, a small
+        # number, an interned string. The last one to come is listed; the other just cannot be found
+        # by identity.
         if self.by_id.get(id(value)) == pid:
             del self.by_id[id(value)]
 
     def held(self, pid: int) -> bool:
-        """Whether somebody besides the slot refers to a value, so that evicting it would free nothing.
+        """Whether something besides the slot refers to a value, so that evicting it would free nothing.
 
-        Works for every type, also those that cannot be weakly referenced, and for views: they refer to what they view.
-        A value that refers to itself looks held for ever. So after a few refusals it is looked into who holds it. Where
-        that cannot be told for sure it is evicted in the end, though not as long as a running task has it in hand.
+        Works for every type, also those that cannot be weakly referenced, and for views: they refer
+        to what they view. A value that refers to itself looks held for ever. So after a few
+        refusals it is looked into who holds it. Where that cannot be told for sure it is evicted in
+        the end, though not as long as a running task has it in hand.
         """
         slot = self[pid]
         if slot.sizeof < 0:
@@ -239,7 +246,7 @@ class Slots(dict[int, Slot]):
 
     @staticmethod
     def trust(slot: Slot) -> None:
-        """Somebody has the value in hand: what was found about who holds it is void, and patience with it anew."""
+        """Start afresh: a caller has the value in hand, so earlier findings about references to it are void."""
         slot.found_held, slot.knots = 0, None
 
     def take_doubtful(self) -> list[tuple[int, object]]:
@@ -258,7 +265,7 @@ class Slots(dict[int, Slot]):
 
     @staticmethod
     def perhaps_held(slot: Slot) -> bool:
-        """Whether a value that was let go is perhaps held all the same, by somebody who may change it."""
+        """Whether a value that was let go may still be referenced, by code that may change it."""
         return _LAST_PATIENCE < slot.found_held <= _LAST_PATIENCE + _WRITTEN_IN_VAIN
 
     @property

@@ -1,8 +1,8 @@
 """Noticing waits that take too long: for a disk that hangs, for a value whose own code waits for a lock, for others.
 
-A task that holds a lock and waits for room, while the code that serialises a value waits for that very lock, would wait
-for ever. So would all tasks if the disk stopped in the middle of a write. Such a spill cannot be ended, but it need not
-be waited for.
+A task that holds a lock and waits for room, while the code that serialises a value waits for that
+very lock, would wait for ever. So would all tasks if the disk stopped in the middle of a write.
+Such a spill cannot be ended, but it need not be waited for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _SERIALISING = (
     "Its own code may wait for a lock that a task holds which waits for room, or take that long",
 )
 _WRITING = "writing", "The disk of the spill directory may hang, or be that slow"
-#: After so many seconds in which no one was let in, one more is, beyond the limit, although the one before has not
-#: ended. Its end would make room; but it may wait for something that cannot be known here.
+#: After so many seconds in which no one was let in, one more is, beyond the limit, although the one
+#: before has not ended. Its end would make room; but it may wait for something that cannot be known
+#: here.
 _PATIENCE = 1.0
 
 
@@ -54,8 +55,9 @@ class Stalls:
 
     Notes
     -----
-    Has no thread. Threads that wait for room, and spill threads, look now and then. Coroutines cannot, and spill
-    threads may be stuck: so the worker calls :meth:`notice` and :meth:`relent` as well. Thread-safe; nothing blocks.
+    Has no thread. Threads that wait for room, and spill threads, look now and then. Coroutines
+    cannot, and spill threads may be stuck: so the worker calls :meth:`notice` and :meth:`relent` as
+    well. Thread-safe; nothing blocks.
     """
 
     def __init__(self, metadata: Metadata, timeout: float, spill_threads: int) -> None:
@@ -84,7 +86,7 @@ class Stalls:
 
     @skipped(None)
     def notice(self) -> None:
-        """Let nobody wait any more for spills that take too long, and say so once of each."""
+        """Stop waiting for spills that take too long, and log each of them once."""
         if not self._moves or not self._timeout:
             return
         metadata = self._metadata
@@ -106,8 +108,8 @@ class Stalls:
                 state.set_stuck(self._stuck)
         for key, move in found:
             logger.warning(
-                "%s the value of %r takes more than %g seconds (gpuspill.spill-timeout), so that nobody waits for it "
-                "any more: tasks may go beyond the limit. %s",
+                "%s the value of %r takes more than %g seconds (gpuspill.spill-timeout). Tasks stop waiting for it "
+                "and may go beyond the limit. %s",
                 move.doing[0],
                 key,
                 self._timeout,

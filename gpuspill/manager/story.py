@@ -1,6 +1,7 @@
-"""What became of each value that left memory: kept for a while, for whoever asks why one is lost, or was slow.
+"""What became of each value that left memory: kept for a while, to tell why a value is lost, or was slow.
 
-Only what touches a record is an event: a value that never leaves memory has no story, and costs nothing here.
+Only what touches a record is an event: a value that never leaves memory has no story, and costs
+nothing here.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Story:
 
     Notes
     -----
-    All methods are to be called under the lock of the metadata. Nothing that is kept refers to a value.
+    All methods are to be called under the lock of the metadata. Nothing that is kept refers to a
+    value.
     """
 
     def __init__(self, clock: Callable[[], float], tiers: tuple[str, str]) -> None:

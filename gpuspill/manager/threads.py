@@ -26,7 +26,7 @@ logger = logging.getLogger("gpuspill.manager.threads")
 
 #: Seconds to wait after an error that should not have happened.
 _AFTER_ERROR = 0.2
-#: Hundredths of a second to wait for somebody who is starting a thread.
+#: Hundredths of a second to wait for a caller that is starting a thread.
 _PATIENCE = 100
 
 
@@ -59,8 +59,9 @@ class Engine:
     :meth:`submit`: a store that never spills has no thread. All are daemons, so that a worker that is
     told to exit in the middle of a write can.
 
-    Nothing that is raised in a thread ends it, be it ``SystemExit`` or what else is no Exception, and a thread that
-    ends all the same is replaced. While not one thread of a kind can be started, its work is done by the caller.
+    Nothing that is raised in a thread ends it, be it ``SystemExit`` or what else is no Exception,
+    and a thread that ends even so is replaced. While not one thread of a kind can be started, its
+    work is done by the caller.
 
     Any method may be called at any time by a finaliser that the garbage collector runs, in whatever
     thread. So nothing here is of the kind that the standard library's executors are, which wait for
@@ -105,8 +106,8 @@ class Engine:
     def reap(self, work: Callable[[], None]) -> None:
         """Run `work`, which lets values go, on a thread of its own; here, once the engine is closed.
 
-        Unmapping a large array takes milliseconds that the event loop does not have, and a task should not pay for them
-        either.
+        Unmapping a large array takes milliseconds that the event loop does not have, and a task
+        should not pay for them either.
         """
         if not self._reaper.put(work):
             _finish(work)
@@ -119,24 +120,24 @@ class Engine:
     def close(self, timeout: float = 0.0) -> None:
         """Stop all threads and wait for what they are doing.
 
-        Idempotent. May be called from one of them, which then ends when it has done what it is doing; must not be
-        called with a lock held.
+        Idempotent. May be called from one of them, which then ends when it has done what it is
+        doing; must not be called with a lock held.
 
         Parameters
         ----------
         timeout
-            Seconds after which threads are left behind that have not ended, with a warning; 0 for no limit. What waits
-            to be deleted is not deleted then.
+            Seconds after which threads are left behind that have not ended, with a warning; 0 for
+            no limit. What waits to be deleted is not deleted then.
         """
         until = time.monotonic() + timeout if timeout else None
         self._spillers.close(until)
-        # What is queued runs, and finds that the store is closed: somebody waits for each of these.
+        # What is queued runs, and finds that the store is closed: a caller waits for each of these.
         self._restorers.close(until)
         self._reaper.close(until)
         self._deleter.close(until)
 
     def disown(self) -> None:
-        """In a forked child, which has none of the threads: be closed, and wait for nobody."""
+        """Close in a forked child, which has none of the threads. Does not wait."""
         for threads in (self._spillers, self._restorers, self._reaper, self._deleter):
             threads.disown()
 
@@ -178,8 +179,8 @@ def _finish(*works: Callable[[], object]) -> None:
 class _Threads(ABC):
     """Threads that start when they are needed, with no lock that anybody waits for without end.
 
-    The garbage collector may run while a thread is being made or is beginning, and a finaliser that it runs, in the
-    same thread or in the new one, may ask for the same, or close all of this.
+    The garbage collector may run while a thread is being made or is beginning, and a finaliser that
+    it runs, in the same thread or in the new one, may ask for the same, or close all of this.
 
     Parameters
     ----------
@@ -188,14 +189,16 @@ class _Threads(ABC):
     count
         How many there may be.
     does_io
-        Whether what is left when this is closed may hang as the threads do, so that it is left if they are.
+        Whether what is left when this is closed may hang as the threads do, so that it is left if
+        they are.
     """
 
     def __init__(self, name: str, count: int, *, does_io: bool = False) -> None:
         self._does_io = does_io
         self._name = name
         self._count = count
-        # Only whoever has the claim starts threads, changes the list, or waits for the threads' end.
+        # Only the holder of the claim starts threads, changes the list, or waits for the threads'
+        # end.
         self._claim = threading.Lock()
         self._claimant: int | None = None
         self._threads: list[threading.Thread] = []
@@ -205,11 +208,12 @@ class _Threads(ABC):
         self._until: float | None = None
 
     def start(self) -> None:
-        """Start the threads that are missing, unless somebody is just doing that.
+        """Start the threads that are missing, unless another caller is doing that.
 
         If none can be started, that is logged once; ask again later.
         """
-        # At the end of the interpreter a new thread would wait for ever, and whoever starts it for the thread.
+        # At the end of the interpreter a new thread would wait for ever, and its starter for the
+        # thread.
         if (len(self._threads) >= self._count and not self._ended) or self._closed or sys.is_finalizing():
             return
         if not self._claim.acquire(blocking=False):
@@ -233,7 +237,7 @@ class _Threads(ABC):
             self._claimant = None
             self._claim.release()
         if self._is_closed():
-            self._end()  # whoever closed did not wait for us, perhaps
+            self._end()  # the caller of close() may not have waited for us
 
     def _live(self) -> None:
         """Be a thread, until this is closed."""
@@ -242,7 +246,8 @@ class _Threads(ABC):
                 try:
                     self._run()
                 except BaseException:
-                    # Without this thread nothing of its kind would ever be done again, without a word.
+                    # Without this thread nothing of its kind would ever be done again, without a
+                    # word.
                     with suppress(BaseException):
                         logger.exception("a background thread was interrupted; it goes on")
         finally:
@@ -259,8 +264,8 @@ class _Threads(ABC):
         self._closed = True
         if self._claimant == threading.get_ident():
             return  # called by a finaliser in the middle of starting one, which will see to the rest
-        # Who starts a thread is done in a moment, unless it waits for a thread that has not begun yet because of a
-        # finaliser, which is what is waiting here, or that is waiting here itself.
+        # Who starts a thread is done in a moment, unless it waits for a thread that has not begun
+        # yet because of a finaliser, which is what is waiting here, or that is waiting here itself.
         for _ in range(_PATIENCE):
             if any(thread.ident == threading.get_ident() for thread in self._threads):
                 break
@@ -274,7 +279,7 @@ class _Threads(ABC):
         self._closed = True
 
     def _end(self) -> None:
-        """Wait for all threads, if nobody else does."""
+        """Wait for all threads, unless another caller does."""
         while self._claim.acquire(blocking=False):
             try:
                 self._stop()
@@ -337,7 +342,7 @@ class _Spillers(_Threads):
         super().__init__(name, count)
         self._step = step
         self.spilling: set[int] = set()
-        # One for each thread. Ringing waits for nobody, which of a condition could not be said.
+        # One for each thread. Putting on the queue never blocks; notifying a condition can.
         self._bells: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(count)]
         self._unclaimed = deque(self._bells)
 
@@ -352,7 +357,7 @@ class _Spillers(_Threads):
 
     def _stop(self) -> None:
         for bell in self._bells:
-            # Once is enough: whoever has not heard it yet will look when it does.
+            # Once is enough: a thread that has not heard it yet looks when it does.
             if bell.empty():
                 bell.put(None)
 
@@ -362,7 +367,7 @@ class _Spillers(_Threads):
         bell = self._unclaimed.popleft()
         try:
             while not self._closed:
-                # Before looking: whoever rings from now on may have made a change that is not seen.
+                # Before looking: a ring from now on may stand for a change that this look misses.
                 with suppress(queue.Empty):
                     while True:
                         bell.get_nowait()
@@ -409,13 +414,14 @@ class _Workers(_Threads):
     def __init__(self, name: str, count: int, *, does_io: bool = False) -> None:
         super().__init__(name, count, does_io=does_io)
         self._lines: tuple[deque[Callable[[], None]], ...] = tuple(deque() for _ in Urgency)
-        # Rung once for each piece of work, after it was put in line, and heard by whoever finds the lines empty.
+        # Rung once for each piece of work, after it was put in line. A thread that finds the lines
+        # empty hears it.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def put(self, work: Callable[[], None], urgency: Urgency = Urgency.TASK) -> bool:
         """Have `work` done soon. False, and nothing is done, if this is closed, or Python ends.
 
-        Waits for nobody, but does all there is to do if not one thread can be started.
+        Does not wait, but does all there is to do itself if not one thread can be started.
         """
         if self._closed or sys.is_finalizing():
             return False
@@ -423,7 +429,7 @@ class _Workers(_Threads):
         self._bell.put(None)
         self.start()
         if self._is_closed():
-            self._end()  # perhaps it came too late for whoever closed
+            self._end()  # perhaps it came too late for the caller of close()
         elif self.failed:
             self.do_here()
         return True

@@ -1,15 +1,16 @@
 """What every store of records promises.
 
-A store keeps *records*: one header and any number of frames (flat byte buffers), written once, read any number of
-times, deleted once. It knows nothing of keys, values or tiers. Whoever writes a record gets a :class:`Receipt` and
-needs nothing else to read it back; the receipt also carries what the store needs to notice that the bytes it finds
-are not the ones it wrote.
+A store keeps *records*: one header and any number of frames (flat byte buffers), written once, read
+any number of times, deleted once. It knows nothing of keys, values or tiers. The writer of a record
+gets a :class:`Receipt` and needs nothing else to read it back; the receipt also carries what the
+store needs to notice that the bytes it finds are not the ones it wrote.
 
-All methods block on I/O and may be called from any number of threads at once. A finaliser may run while
-its own thread is inside the store, whose locks it must be able to come back to: it reads and deletes; what it writes
-may be refused. A child that was forked from the process that made a store may read what there was then, until the
-parent deletes it; it is refused to write, and deletes nothing. No lock of a store may be held in the child by a thread
-that it does not have (:mod:`gpuspill.forks`).
+All methods block on I/O and may be called from any number of threads at once. A finaliser may run
+while its own thread is inside the store, whose locks it must be able to come back to: it reads and
+deletes; what it writes may be refused. A child that was forked from the process that made a store
+may read what there was then, until the parent deletes it; it is refused to write, and deletes
+nothing. No lock of a store may be held in the child by a thread that it does not have
+(:mod:`gpuspill.forks`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class FrameStream(ABC):
         Returns
         -------
         bool
-            Whether they are there. If not, the file holds anything, and :meth:`copy_to` is to be used.
+            Whether they are there. If not, the file holds anything, and :meth:`copy_to` is to be
+            used.
 
         Raises
         ------
@@ -101,8 +103,8 @@ class FrameStream(ABC):
         Parameters
         ----------
         sink
-            Gets one piece at each call, flat bytes that are valid for the length of the call. What it raises ends
-            the copy and is passed on.
+            Gets one piece at each call, flat bytes that are valid for the length of the call. What
+            it raises ends the copy and is passed on.
 
         Raises
         ------
@@ -167,12 +169,14 @@ class Receipt:
     payload_nbytes
         Sum of the frames' bytes as they were handed in, before any compression.
     stored_nbytes
-        Bytes on disk taken by the frames: compressed where that paid, padding between them included.
+        Bytes on disk taken by the frames: compressed where that paid, padding between them
+        included.
     checksum
-        xxh3 of everything in the record. Kept here too, so that a file which is intact but not the one that was
-        written is noticed.
+        xxh3 of everything in the record. Kept here too, so that a file which is intact but not the
+        one that was written is noticed.
     hashed
-        False if the frames' bytes did not pass through host memory, so that `checksum` is of everything but them.
+        False if the frames' bytes did not pass through host memory, so that `checksum` is of
+        everything but them.
     """
 
     number: int
@@ -184,7 +188,7 @@ class Receipt:
 
 
 class Lend(enum.Enum):
-    """What a store may hand out in the place of memory from ``allocate``, to somebody who says that it will do."""
+    """What a store may hand out in the place of memory from ``allocate``, if the caller says that it will do."""
 
     MEMORY = "memory of the store's own"
     """For who only looks at the bytes, soon. It may be read-only, lies at any address, and lasts as long as the frames
@@ -201,8 +205,8 @@ class StoreStatistics:
     Parameters
     ----------
     records, nbytes, payload_nbytes
-        Held now: the number of records, bytes on disk (with those of records that are just being removed, or could
-        not be), and the bytes of the records' frames before compression.
+        Held now: the number of records, bytes on disk (with those of records that are just being
+        removed, or could not be), and the bytes of the records' frames before compression.
     reserved_nbytes
         Bytes promised to writes in progress.
     quota
@@ -216,13 +220,15 @@ class StoreStatistics:
     write_seconds, read_seconds
         Time in file operations, summed over threads.
     checksum_seconds, compress_seconds, decompress_seconds
-        Time in computing and verifying checksums and in codecs (the sampling that decides included).
+        Time in computing and verifying checksums and in codecs (the sampling that decides
+        included).
     compressed_frames
         Frames that were stored compressed.
     write_failures, read_failures, delete_failures
         Operations that failed, for whatever reason.
     lost, corrupt
-        Reads that failed because the record was gone or shorter than written, or not what was written.
+        Reads that failed because the record was gone or shorter than written, or not what was
+        written.
     """
 
     records: int = 0
@@ -265,9 +271,10 @@ class Store(ABC):
         header
             Opaque bytes, returned as they are.
         frames
-            Opaque buffers, not copied. They keep their order and number; empty ones are kept too. They come back flat.
-            If one is changed before this returns, each of its bytes is read back as it was at some moment. A store on
-            disk holds no more of a :class:`FrameStream` than the piece that it is handed.
+            Opaque buffers, not copied. They keep their order and number; empty ones are kept too.
+            They come back flat. If one is changed before this returns, each of its bytes is read
+            back as it was at some moment. A store on disk holds no more of a :class:`FrameStream`
+            than the piece that it is handed.
 
         Returns
         -------
@@ -287,8 +294,8 @@ class Store(ABC):
 
         Notes
         -----
-        Whatever is raised, what a frame stream raises included, nothing of the record is left and no space stays
-        reserved.
+        Whatever is raised, what a frame stream raises included, nothing of the record is left and
+        no space stays reserved.
         """
 
     @property
@@ -307,15 +314,16 @@ class Store(ABC):
         Returns
         -------
         list of Receipt or None
-            None if they are to be written one by one, which is the default. So they are if something is raised, which
-            is what :meth:`write` raises.
+            None if they are to be written one by one, which is the default. So they are if
+            something is raised, which is what :meth:`write` raises.
         """
         return None
 
     def read_together(self, receipts: Sequence[Receipt]) -> list[tuple[bytes, list[memoryview]] | None]:
         """Return the records that are in memory already and cost nothing to hand out.
 
-        None for those that are to be read by :meth:`read`, for whatever reason. By default these are all.
+        None for those that are to be read by :meth:`read`, for whatever reason. By default these
+        are all.
         """
         return [None] * len(receipts)
 
@@ -335,20 +343,23 @@ class Store(ABC):
         receipt
             What :meth:`write` returned.
         allocate
-            Where to take memory from. By default fresh memory that is freed with the last frame. It is called
-            without any lock held.
+            Where to take memory from. By default fresh memory that is freed with the last frame. It
+            is called without any lock held.
         lend
-            What the caller takes as well, in its place. A store that can lend none reads into memory.
+            What the caller takes as well, in its place. A store that can lend none reads into
+            memory.
 
         Returns
         -------
         header, frames
-            Each frame is one-dimensional, writable, and a buffer from `allocate`: one kept alive keeps no other.
+            Each frame is one-dimensional, writable, and a buffer from `allocate`: one kept alive
+            keeps no other.
 
         Raises
         ------
         RecordLost
-            The record is gone (deleted, the store closed, its file removed) or shorter than written.
+            The record is gone (deleted, the store closed, its file removed) or shorter than
+            written.
         RecordCorrupt
             The bytes are not the ones written.
         StorageError
@@ -368,21 +379,21 @@ class Store(ABC):
     def close(self) -> None:
         """Remove every record and everything else the store put on disk. Idempotent; never raises.
 
-        It does not wait for operations in progress elsewhere. Writes among them fail and leave nothing, reads return
-        the whole record or raise :exc:`~gpuspill.errors.RecordLost`.
+        It does not wait for operations in progress elsewhere. Writes among them fail and leave
+        nothing, reads return the whole record or raise :exc:`~gpuspill.errors.RecordLost`.
         """
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of which each record takes a whole number; 1 where there are no blocks, or that is not known."""
+        """Bytes of a block; a record takes whole blocks. 1 if there are no blocks, or their size is unknown."""
         return 1
 
     @property
     def inside(self) -> bool:
         """Whether the calling thread is in the middle of an operation, in which it may hold a lock.
 
-        Only a finaliser that the garbage collector runs there can ask. It must not wait for another thread then, which
-        may be waiting for that lock.
+        Only a finaliser that the garbage collector runs there can ask. It must not wait for another
+        thread then, which may be waiting for that lock.
         """
         return False
 
@@ -421,8 +432,8 @@ def fresh_buffer(nbytes: int) -> memoryview:
     Returns
     -------
     memoryview
-        Writable, format ``B``. Large ones are mapped (page aligned, freed at once with the last view); small ones
-        are a bytearray, aligned to what the allocator gives.
+        Writable, format ``B``. Large ones are mapped (page aligned, freed at once with the last
+        view); small ones are a bytearray, aligned to what the allocator gives.
     """
     if nbytes < _MAP_FROM_NBYTES:
         return memoryview(bytearray(nbytes))

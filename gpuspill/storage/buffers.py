@@ -1,21 +1,24 @@
 """Host memory that is used again.
 
-Filling memory that the process just got costs more than the copy itself, because the kernel has to find, clear and
-map every page of it first. A pool keeps the memory of values that died for those that come.
+Filling memory that the process just got costs more than the copy itself, because the kernel has to
+find, clear and map every page of it first. A pool keeps the memory of values that died for those
+that come.
 
-**How memory finds its way back.** Consumers do not give buffers back: a buffer becomes an array's memory, somebody
-takes a view, somebody else pickles it without a copy. So a buffer is a chain: an anonymous mapping, a ctypes array
-over it (the *leaf*), and the memoryview that is handed out. Every view, whoever made it, keeps the leaf alive; when
-the last is gone the leaf dies, and the callback of a weak reference puts the mapping with the idle ones.
+**How memory finds its way back.** Consumers do not give buffers back: a buffer becomes an array's
+memory, user code takes a view, other code pickles it without a copy. So a buffer is a chain: an
+anonymous mapping, a ctypes array over it (the *leaf*), and the memoryview that is handed out. Every
+view keeps the leaf alive; when the last is gone the leaf dies, and the callback of a weak reference
+puts the mapping with the idle ones.
 
-**No locks.** The callback runs in whatever thread dropped the last view, at any point of it, also in the middle of
-this module's own code. A lock could be held by the very thread that then waits for it. So there is none around memory:
-what is shared are deques and dictionaries, and each step is one operation on one of them that Python makes atomic.
+**No locks.** The callback runs in whatever thread dropped the last view, at any point of it, also
+in the middle of this module's own code. A lock could be held by the very thread that then waits for
+it. So there is none around memory: what is shared are deques and dictionaries, and each step is one
+operation on one of them that Python makes atomic.
 
-**A dead weak reference is no proof.** When the garbage collector clears a cycle, callbacks run *before* the finalizers
-of the cycle's members, and these can still use the memory, or even bring it back to life. So a mapping has to prove
-that it is free before it is used again: one that anything still exports memory from refuses to be resized, even to the
-size it has.
+**A dead weak reference is no proof.** When the garbage collector clears a cycle, callbacks run
+*before* the finalizers of the cycle's members, and these can still use the memory, or even bring it
+back to life. So a mapping has to prove that it is free before it is used again: one that anything
+still exports memory from refuses to be resized, even to the size it has.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from gpuspill import forks
 
 __all__ = ["BufferPool", "BufferStatistics", "size_class"]
 
-#: Up to this size the ordinary allocator reuses memory well enough, and a mapping costs more than it saves.
+#: Up to this size the ordinary allocator reuses memory well enough, and a mapping costs more than
+#: it saves.
 SMALL_NBYTES = 65_536
 _ALIGNMENT = 64
 _HUGE_PAGE_NBYTES = 2 * 2**20
@@ -82,8 +86,9 @@ class _Lease(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):
 def size_class(nbytes: int) -> int:
     """Return how many bytes are mapped for a buffer of `nbytes` bytes.
 
-    There are eight classes between one power of two and the next, so that buffers of nearly equal size share one, and
-    at most an eighth is lost: of address space, since pages that are never touched cost nothing. Whole pages.
+    There are eight classes between one power of two and the next, so that buffers of nearly equal
+    size share one, and at most an eighth is lost: of address space, since pages that are never
+    touched cost nothing. Whole pages.
     """
     step = max(mmap.PAGESIZE, 1 << max(0, (nbytes - 1).bit_length() - 4))
     return -(-nbytes // step) * step
@@ -95,15 +100,15 @@ class BufferPool:
     Parameters
     ----------
     max_idle_nbytes
-        Most bytes to keep for later. What comes back beyond that pushes out what has been idle longest. 0 keeps
-        nothing.
+        Most bytes to keep for later. What comes back beyond that pushes out what has been idle
+        longest. 0 keeps nothing.
 
     Notes
     -----
     Any method may be called from any thread at any time, finalizers included.
 
-    Contents are whatever the last user left. Memory comes back, and may be unmapped, in the thread that drops the last
-    view.
+    Contents are whatever the last user left. Memory comes back, and may be unmapped, in the thread
+    that drops the last view.
     """
 
     def __init__(self, max_idle_nbytes: int) -> None:
@@ -119,7 +124,8 @@ class BufferPool:
         # Guards numbers that nothing is decided by. Reentrant: a finalizer may come in between.
         self._counting = forks.lock()
         self._hits = self._misses = self._small = self._trimmed_nbytes = 0
-        # Two threads at once may lose the larger of two: it is an observation, and the next is near.
+        # Two threads at once may lose the larger of two: it is an observation, and the next is
+        # near.
         self._peak_idle_nbytes = 0
 
     def __repr__(self) -> str:
@@ -128,7 +134,8 @@ class BufferPool:
     @property
     def idle_nbytes(self) -> int:
         """Bytes waiting to be used again."""
-        # By keys, which are numbers: making pairs could run the garbage collector, and that this very code.
+        # By keys, which are numbers: making pairs could run the garbage collector, and that this
+        # very code.
         return sum(size * len(self._idle[size]) for size in list(self._idle))
 
     def peak_idle_nbytes(self) -> int:
@@ -148,8 +155,9 @@ class BufferPool:
         Returns
         -------
         memoryview
-            Writable, one-dimensional, format ``B``, starting at a multiple of 64 bytes (of a page beyond 64 KiB). Not
-            initialised. It is yours, with every view made of it, until the last of them is gone.
+            Writable, one-dimensional, format ``B``, starting at a multiple of 64 bytes (of a page
+            beyond 64 KiB). Not initialised. It is yours, with every view made of it, until the last
+            of them is gone.
 
         Raises
         ------
@@ -193,9 +201,10 @@ class BufferPool:
             size = self._longest_idle()
             if size is None:
                 break
-            # Somebody else may have taken it meanwhile.
+            # Another thread may have taken it meanwhile.
             with suppress(IndexError):
-                # Not closed but dropped: it goes once nothing uses it, whatever the weak reference said.
+                # Not closed but dropped: it goes once nothing uses it, whatever the weak reference
+                # said.
                 self._idle[size].popleft()
                 trimmed += size
         if trimmed:
@@ -276,7 +285,8 @@ def _callback(pool_ref: weakref.ref[BufferPool]) -> Callable[[weakref.ref[ctypes
 
 def _map(nbytes: int) -> mmap.mmap:
     try:
-        # Private: by default Python asks for shared memory, which is another kind of memory to the kernel.
+        # Private: by default Python asks for shared memory, which is another kind of memory to the
+        # kernel.
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as exc:
         raise MemoryError(f"cannot map {nbytes:,} bytes: {exc.strerror}") from exc

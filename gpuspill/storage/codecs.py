@@ -1,8 +1,8 @@
 """Compression, where it pays.
 
-On a fast disk compressing before writing makes spilling slower, not faster (lz4 does 0.5 GB/s where a disk does 2.5);
-on a slow one it is the other way round, for data that shrinks. So the choice is made for each frame, from a sample of
-it and from how fast the store really reads and writes.
+On a fast disk compressing before writing makes spilling slower, not faster (lz4 does 0.5 GB/s where
+a disk does 2.5); on a slow one it is the other way round, for data that shrinks. So the choice is
+made for each frame, from a sample of it and from how fast the store really reads and writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = [
 #: Which codecs "auto" considers, where they are registered. Names as in distributed.
 AUTO_CODECS = ("lz4", "snappy", "zstd", "zlib")
 
-#: Largest input lz4 takes (LZ4_MAX_INPUT_SIZE). Others take more, but nobody compresses such frames fast.
+#: Largest input lz4 takes (LZ4_MAX_INPUT_SIZE). Others take more, but none compresses such frames
+#: fast.
 _MAX_NBYTES = 0x7E000000
 
 
@@ -91,8 +92,8 @@ class Throughput:
 
     Notes
     -----
-    A quotient of sums, not a mean of quotients: an operation counts for the time it took, so one small slow
-    operation does not outweigh a large one. Not thread-safe.
+    A quotient of sums, not a mean of quotients: an operation counts for the time it took, so one
+    small slow operation does not outweigh a large one. Not thread-safe.
     """
 
     __slots__ = ("_decay", "_nbytes", "_seconds")
@@ -149,8 +150,8 @@ def best_choice(
     samples
         What each codec did to a sample of the frame.
     write_rate, read_rate
-        Of the store, bytes per second; None if not known yet. One stands in for the other; with neither, the disk is
-        taken to be fast.
+        Of the store, bytes per second; None if not known yet. One stands in for the other; with
+        neither, the disk is taken to be fast.
     scarce
         The quota is nearly used up: save space, whatever it costs in time.
     max_ratio
@@ -196,11 +197,12 @@ class CodecChooser:
     Parameters
     ----------
     setting
-        None or False: never compress. A codec's name: that codec wherever a sample shrinks, as distributed does.
-        ``"auto"``: the codec, if any, that makes writing and reading back together fastest, or that saves most space
-        once the quota is nearly used up.
+        None or False: never compress. A codec's name: that codec wherever a sample shrinks, as
+        distributed does. ``"auto"``: the codec, if any, that makes writing and reading back
+        together fastest, or that saves most space once the quota is nearly used up.
     registry
-        Codecs by name. Keys that are not names (distributed has None, False and "auto" in its registry) are ignored.
+        Codecs by name. Keys that are not names (distributed has None, False and "auto" in its
+        registry) are ignored.
     named
         Where `setting` comes from, for messages.
     min_nbytes
@@ -210,10 +212,11 @@ class CodecChooser:
     max_ratio, min_gain
         See :func:`best_choice`.
     min_observed_nbytes
-        Reads and writes smaller than this say more about latency than about bandwidth and are not taken into account.
+        Reads and writes smaller than this say more about latency than about bandwidth and are not
+        taken into account.
     clock
-        CPU seconds of the calling thread. Not wall time: a sample takes 0.1 ms, and getting the interpreter lock
-        back after it can take 5 on a busy worker.
+        CPU seconds of the calling thread. Not wall time: a sample takes 0.1 ms, and getting the
+        interpreter lock back after it can take 5 on a busy worker.
 
     Raises
     ------
@@ -222,10 +225,12 @@ class CodecChooser:
 
     Notes
     -----
-    Thread-safe; no lock is held while a codec runs. One chooser serves one store, since it learns that store's speed.
+    Thread-safe; no lock is held while a codec runs. One chooser serves one store, since it learns
+    that store's speed.
     """
 
-    #: In "auto", a codec that cannot pay is tried again on every so many frames: data and load change.
+    #: In "auto", a codec that cannot pay is tried again on every so many frames: data and load
+    #: change.
     RETRY_EVERY = 64
 
     def __init__(
@@ -271,7 +276,8 @@ class CodecChooser:
         self._min_gain = min_gain
         self._min_observed_nbytes = min_observed_nbytes
         self._clock = clock
-        # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by that: the next is near.
+        # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by
+        # that: the next is near.
         self._lock = forks.lock()
         self._write = Throughput()
         self._read = Throughput()

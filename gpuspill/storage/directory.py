@@ -1,21 +1,25 @@
 """A directory that belongs to one store, and the removal of those whose owner died.
 
-Every store has a directory of its own, mode 0700, with a lock file in it. Two rules make removing safe:
+Every store has a directory of its own, mode 0700, with a lock file in it. Two rules make removing
+safe:
 
-    *Only who holds the lock on a directory's lock file may use the directory, or remove anything in it.*
+    *Only who holds the lock on a directory's lock file may use the directory, or remove anything in
+    it.*
 
     *Only what is proven to be a store's is removed. In doubt, everything stays.*
 
-The lock (``flock``) goes with the process, however it ends, so a directory whose lock can be taken has no owner. Proven
-is a directory with a name as stores give, that belongs to this user, has mode 0700, and holds a lock file with the
-:class:`~gpuspill.storage.marker.Marker` of a store that made exactly this directory, and nothing else but files with
-names of records that are regular, have one link, mode 0600 at most, and belong to this user. All of that is looked at
-after opening. A sweeper leaves alone any other directory as a whole, and any whose maker may be alive on another host.
-It makes nothing. So a creator that has written no marker yet has nothing to fear; if it dies before, an empty directory
-stays. So do directories of versions that wrote no marker: nothing tells them from a user's.
+The lock (``flock``) goes with the process, however it ends, so a directory whose lock can be taken
+has no owner. Proven is a directory with a name as stores give, that belongs to this user, has mode
+0700, and holds a lock file with the :class:`~gpuspill.storage.marker.Marker` of a store that made
+exactly this directory, and nothing else but files with names of records that are regular, have one
+link, mode 0600 at most, and belong to this user. All of that is looked at after opening. A sweeper
+leaves alone any other directory as a whole, and any whose maker may be alive on another host. It
+makes nothing. So a creator that has written no marker yet has nothing to fear; if it dies before,
+an empty directory stays. So do directories of versions that wrote no marker: nothing tells them
+from a user's.
 
-Everything happens relative to open directories and without following symbolic links, so a directory that is renamed,
-or replaced by a link, cannot divert a removal.
+Everything happens relative to open directories and without following symbolic links, so a directory
+that is renamed, or replaced by a link, cannot divert a removal.
 """
 
 from __future__ import annotations
@@ -88,7 +92,8 @@ class PrivateDirectory:
             os.close(self._parent_fd)
             raise _unusable(exc, parent, named) from exc
         self.path = os.path.join(parent, self._name)
-        # Not the number of the user: a file system may know this one by another, as some do with root.
+        # Not the number of the user: a file system may know this one by another, as some do with
+        # root.
         self._owner = os.fstat(self._lock_fd).st_uid
         self._pid = os.getpid()
         self._removed = False
@@ -110,7 +115,7 @@ class PrivateDirectory:
 
     @property
     def gone(self) -> bool:
-        """Whether somebody else has removed it."""
+        """Whether another process has removed it."""
         if self._removed:
             return False
         try:
@@ -121,7 +126,8 @@ class PrivateDirectory:
     def remove(self) -> None:
         """Remove the directory with all records in it. Idempotent; never raises.
 
-        In a forked child this closes the descriptors and leaves the files to the parent, whose they are.
+        In a forked child this closes the descriptors and leaves the files to the parent, whose they
+        are.
         """
         if self._removed:
             return
@@ -131,8 +137,8 @@ class PrivateDirectory:
                 _empty(self.fd, self._owner, self.path)
                 _remove(self._parent_fd, self._name, self.fd, self._lock_fd, self.path)
         finally:
-            # The lock goes last: until then nobody else may touch the directory. The number is forgotten first, since
-            # it may soon be that of somebody else's directory.
+            # The lock goes last: until then no other process may touch the directory. The number is
+            # forgotten first, since it may soon be that of another directory.
             directory_fd, self.fd = self.fd, -1
             for fd in (directory_fd, self._parent_fd, self._lock_fd):
                 os.close(fd)
@@ -153,9 +159,9 @@ def sweep_leftovers(parent: str | os.PathLike[str]) -> int:
 
     Notes
     -----
-    Never raises, never waits for a lock, never makes anything, never touches the directory of a live store (of this or
-    another process), or anything that is not proven to be a dead store's. May run in any number of processes at once,
-    and beside stores being made and closed.
+    Never raises, never waits for a lock, never makes anything, never touches the directory of a
+    live store (of this or another process), or anything that is not proven to be a dead store's.
+    May run in any number of processes at once, and beside stores being made and closed.
     """
     parent = os.path.abspath(parent)
     try:
@@ -182,7 +188,8 @@ def sweep_leftovers(parent: str | os.PathLike[str]) -> int:
 
 
 def _unusable(error: OSError, parent: str, named: str) -> StorageError:
-    # A part of the path may be to blame. Names relative to an open directory say nothing to anybody.
+    # A part of the path may be to blame. Names relative to an open directory say nothing to
+    # anybody.
     found, culprit = error.strerror or str(error), error.filename
     if isinstance(culprit, str) and os.path.isabs(culprit) and culprit != parent:
         found = f"{found}: {culprit}"
@@ -215,7 +222,7 @@ def _create(parent_fd: int, parent: str) -> tuple[str, int, int]:
                 os.rmdir(name, dir_fd=parent_fd)
             if not isinstance(exc, FileExistsError | FileNotFoundError):
                 raise
-            # Somebody removed it, or put something in its place or into it.
+            # Another process removed it, or put something in its place or into it.
     raise FileExistsError(errno.EEXIST, f"no free name after {_ATTEMPTS} attempts")
 
 

@@ -4,9 +4,10 @@ Who may do what: any number of threads may call anything at any time. One lock g
 of records and the counters, and nothing else: it is never held during a system call, a codec, a
 checksum, an allocation of a buffer or a callback.
 
-The garbage collector may run a finaliser while its thread holds that lock, and this may want a record. So
-the lock is re-entrant (:class:`~gpuspill.storage.reentrancy.Section`): in the middle of another operation records can
-be read; what is to be deleted goes when that operation ends, and nothing is written.
+The garbage collector may run a finaliser while its thread holds that lock, and this may want a
+record. So the lock is re-entrant (:class:`~gpuspill.storage.reentrancy.Section`): in the middle of
+another operation records can be read; what is to be deleted goes when that operation ends, and
+nothing is written.
 
 Files are not synced to the device. A record is of no use once the process that holds its receipt
 has ended, so it has to survive nothing; the page cache may write it back when it likes, or never,
@@ -94,8 +95,8 @@ class FileStore(Store):
     Notes
     -----
     A store that is dropped, or still there when Python exits, closes itself. After a fork it
-    belongs to the parent: the child's copy reads, each time through a descriptor of its own, writes nothing and
-    removes nothing.
+    belongs to the parent: the child's copy reads, each time through a descriptor of its own, writes
+    nothing and removes nothing.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class FileStore(Store):
         counts.writes = 1
         counts.bytes_written = receipt.nbytes
         counts.payload_written = receipt.payload_nbytes
-        if receipt.hashed:  # else somebody else wrote it, and waited for others than the disk
+        if receipt.hashed:  # else the device wrote it, and waited for more than the disk
             self._codecs.observe_write(receipt.nbytes, counts.write_seconds)
         return receipt
 
@@ -249,16 +250,16 @@ class FileStore(Store):
         return StorageError(errno.EBADF, f"{self.path} was closed; the value stays in memory")
 
     def _start_anew(self, gone: PrivateDirectory) -> StorageError:
-        """Make another directory in the place of one that somebody has removed, with all records in it.
+        """Make another directory in the place of one that was removed with all its records.
 
-        Returns what to raise: the write that found out is for its caller to try again. StorageError if none can be
-        made.
+        Returns what to raise: the write that found out is for its caller to try again. StorageError
+        if none can be made.
         """
         fresh = PrivateDirectory(self._parent, self._named)
         with self._section:
             first = self._directory is gone and not self._closed
             if first:
-                # The old one is still looked into by who reads, and then by nobody: it is closed with the store.
+                # Reads in flight still look into the old one. It is closed with the store.
                 self._directories.append(fresh)
                 self._directory = fresh
                 self.path = fresh.path
@@ -267,7 +268,7 @@ class FileStore(Store):
         return StorageError(
             errno.ENOENT,
             f"{gone.path} was removed while it was in use, and what was in it is lost. From now on values go to "
-            f"{self.path}. Whoever cleans up there should leave alone what running processes use. The value stays in "
+            f"{self.path}. Exclude the directories of running processes from any clean-up there. The value stays in "
             "memory",
         )
 
@@ -320,7 +321,7 @@ class FileStore(Store):
             counts.lost = isinstance(exc, RecordLost)
             counts.corrupt = isinstance(exc, RecordCorrupt)
             if isinstance(exc, GpuspillError):
-                # Whoever keeps the error must not keep the buffers with it.
+                # A caller that keeps the error must not keep the buffers with it.
                 traceback.clear_frames(exc.__traceback__)
             raise
         finally:
@@ -400,8 +401,8 @@ class FileStore(Store):
             self._records.clear()
             self._payload_nbytes = 0
             idle = not self._active
-            # This is an operation, too: else the last of the others could close the directory while it is emptied,
-            # and its descriptor may be somebody else's directory a moment later.
+            # This is an operation, too: else the last of the others could close the directory while
+            # it is emptied, and its descriptor may be another directory's a moment later.
             self._active += 1
         try:
             self._quota.give_back(used)

@@ -1,8 +1,8 @@
-"""Frames that are left in their file, for somebody who fetches them by a way of its own.
+"""Frames that are left in their file, for callers that fetch them by a way of their own.
 
-A frame that came to disk past host memory was hashed by nobody, so there is nothing to verify and no reason to read
-it: it may go back as it came. The frame is then a view of memory that is mapped and never touched; whoever knows how
-asks the view for its file.
+A frame that came to disk past host memory has no hash, so there is nothing to verify and no reason
+to read it: it may go back as it came. The frame is then a view of memory that is mapped and never
+touched; a caller that knows how asks the view for its file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Looking at a file where the system has it, instead of copying it: for bytes that are only passed on, or hashed.
 
-Touching a mapped page that cannot be read kills the process. So all pages are brought in first, by a call that reports
-what is wrong instead (``MADV_POPULATE_READ``, Linux 5.14); whoever gets no mapping reads the file. What is left is a
-page that the system takes back for lack of memory and then cannot read again, within the milliseconds for which a
-mapping is used, and somebody who cuts off a file in a directory that is this user's alone.
+Touching a mapped page that cannot be read kills the process. So all pages are brought in first, by
+a call that reports what is wrong instead (``MADV_POPULATE_READ``, Linux 5.14); a caller that gets
+no mapping reads the file. Two risks are left. The system may take a page back for lack of memory,
+and fail to read it again in the milliseconds for which a mapping is used. A program may truncate a
+file in a directory that is this user's alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["MAP_FROM_NBYTES", "map_file", "map_range"]
 #: Smaller files are read: mapping takes some ten microseconds and a file descriptor.
 MAP_FROM_NBYTES = 2**20
 
-#: ``MADV_POPULATE_READ`` in Linux's ``asm-generic/mman-common.h``; Python's module has no name for it.
+#: ``MADV_POPULATE_READ`` in Linux's ``asm-generic/mman-common.h``; Python's module has no name for
+#: it.
 _POPULATE_READ = 22
 
 
@@ -40,8 +42,8 @@ def map_file(directory_fd: int, name: str, nbytes: int) -> memoryview | None:
     Returns
     -------
     memoryview or None
-        The mapping is undone with the last view, and does not need the file's name any more. None if it is not of that
-        size, cannot be read, or cannot be mapped: reading it says why.
+        The mapping is undone with the last view, and does not need the file's name any more. None
+        if it is not of that size, cannot be read, or cannot be mapped: reading it says why.
     """
     if nbytes < MAP_FROM_NBYTES:
         return None
@@ -89,5 +91,6 @@ def _populate(mapping: mmap.mmap, nbytes: int) -> bool:
         return False
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     first = ctypes.c_char.from_buffer(mapping)
-    # By way of ctypes because ``mmap.madvise`` keeps the interpreter's lock, and this may wait for a disk.
+    # By way of ctypes because ``mmap.madvise`` keeps the interpreter's lock, and this may wait for
+    # a disk.
     return bool(madvise(ctypes.addressof(first), nbytes, _POPULATE_READ) == 0)

@@ -43,8 +43,8 @@ class MappingStore(Store):
     Parameters
     ----------
     records
-        Where they go. Its methods are called from several threads at once, and block as long as they like; no lock is
-        held around them. What they raise is taken for a failure of the disk.
+        Where they go. Its methods are called from several threads at once, and block as long as
+        they like; no lock is held around them. What they raise is taken for a failure of the disk.
     metrics
         See :class:`~gpuspill.storage.files.FileStore`.
     clock
@@ -52,11 +52,12 @@ class MappingStore(Store):
 
     Notes
     -----
-    The names of records begin with a random part, so several stores can share a mapping. Closing deletes the records of
-    this store only, and nothing else in the mapping. What a process that was killed leaves in a mapping stays there:
-    its owner knows where it is, and how long to keep it. What the mapping fails to delete is tried again after the next
-    deletion that works, and on closing. A record is held in memory once more while it is written or
-    read. After a fork the store belongs to the parent: the child reads, writes nothing and deletes nothing.
+    The names of records begin with a random part, so several stores can share a mapping. Closing
+    deletes the records of this store only, and nothing else in the mapping. What a process that was
+    killed leaves in a mapping stays there: its owner knows where it is, and how long to keep it.
+    What the mapping fails to delete is tried again after the next deletion that works, and on
+    closing. A record is held in memory once more while it is written or read. After a fork the
+    store belongs to the parent: the child reads, writes nothing and deletes nothing.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class MappingStore(Store):
         self._section = Section()
         self._visitors = Visitors()
         self._records: dict[int, Receipt] = {}
-        # No lock: a finaliser may delete a record in the middle of any line. Each step is one that Python makes atomic.
+        # No lock: a finaliser may delete a record in the middle of any line. Each step is one that
+        # Python makes atomic.
         self._undeleted: deque[str] = deque()
         self._counts = Tally()
         self._closed = False
@@ -124,7 +126,8 @@ class MappingStore(Store):
             view = flat(in_memory(frame), index)
             pieces += encoder.start(view.nbytes)
             pieces.append(view)
-        # Joined before it is hashed: what is hashed is what is stored, whatever becomes of the frames meanwhile.
+        # Joined before it is hashed: what is hashed is what is stored, whatever becomes of the
+        # frames meanwhile.
         payload = b"".join(pieces)
         start = self._clock()
         encoder.feed(memoryview(payload))
@@ -140,7 +143,7 @@ class MappingStore(Store):
         try:
             self._mapping[name] = data
         except BaseException as error:
-            # It may have been stored all the same, or in part.
+            # It may have been stored even so, or in part.
             self._remove(name)
             if not isinstance(error, Exception):
                 raise

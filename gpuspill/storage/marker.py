@@ -1,9 +1,10 @@
 """What a store writes into the lock file of its directory, so that others can tell whose it is.
 
-A sweeper removes files, so it has to know that a store made the directory, that this store is dead, and that its lock
-says so. The marker tells who made it, and for which directory: a copy of the directory, or of the lock file, has
-another inode and is nobody's. It also tells on which kernel, and on which mount, the lock was taken, since locks of
-another kernel may be unknown to this one (network file systems often have locks that other hosts do not see).
+A sweeper removes files, so it has to know that a store made the directory, that this store is dead,
+and that its lock says so. The marker tells who made it, and for which directory: a copy of the
+directory, or of the lock file, has another inode and no owner. It also tells on which kernel, and
+on which mount, the lock was taken, since locks of another kernel may be unknown to this one
+(network file systems often have locks that other hosts do not see).
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class Marker:
         directory
             Of the directory that it was found in.
         local
-            Whether only one running kernel at a time can use the file system. If so, a maker on another kernel is
-            gone; if not, it may be on another host, and alive.
+            Whether only one running kernel at a time can use the file system. If so, a maker on
+            another kernel is gone; if not, it may be on another host, and alive.
         """
         seen = local or (bool(self.boot) and self.boot == boot_id() and self.device == directory.st_dev)
         return self.inode == directory.st_ino and self.locked and seen

@@ -14,7 +14,8 @@ __all__ = ["PatientStore"]
 
 #: What says that the system is short of something now, and nothing of the record.
 _SHORT = {errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-#: Seconds before another attempt: the first pause, which is doubled each time, the longest, and all of them together.
+#: Seconds before another attempt: the first pause, which is doubled each time, the longest, and all
+#: of them together.
 _FIRST, _LONGEST, _TOTAL = 0.01, 0.5, 10.0
 #: So many records in a row may be lost for reads that fail.
 _IN_A_ROW = 8
@@ -23,10 +24,11 @@ _IN_A_ROW = 8
 class PatientStore(WrapperStore):
     """Tells, of reads that fail, what passes from what does not.
 
-    Where the system is short of something, such as file descriptors, a read is tried again for ten seconds, with
-    pauses. Whatever else fails twice is lost: whoever has a way to make the value anew is better off than with an error
-    that may come again and again. But if that befalls eight records and not one is read in between, it is an error:
-    values made anew would be written to that disk and lost again, without end.
+    Where the system is short of something, such as file descriptors, a read is tried again for ten
+    seconds, with pauses. A read that fails twice otherwise is lost: a cluster that can compute the
+    value again is better off than with an error that may come again and again. But if that befalls
+    eight records and not one is read in between, it is an error: values made anew would be written
+    to that disk and lost again, without end.
 
     Parameters
     ----------
@@ -37,9 +39,9 @@ class PatientStore(WrapperStore):
 
     Notes
     -----
-    A finaliser in the middle of an operation of the store, and a store that was closed meanwhile, are not kept waiting:
-    they get the error. Writes are not repeated here: until one succeeds the value is in memory, and it is tried again
-    from there.
+    A finaliser in the middle of an operation of the store, and a store that was closed meanwhile,
+    are not kept waiting: they get the error. Writes are not repeated here: until one succeeds the
+    value is in memory, and it is tried again from there.
     """
 
     def __init__(self, store: Store, sleep: Callable[[float], object] = time.sleep) -> None:
@@ -84,7 +86,7 @@ class PatientStore(WrapperStore):
             pause = min(2 * pause, _LONGEST)
 
     def close(self) -> None:
-        """Close the store below; nobody waits for it any more."""
+        """Close the store below; reads that wait to try again give up."""
         self._closed = True
         self.store.close()
 

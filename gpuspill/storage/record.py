@@ -13,16 +13,17 @@ A record is its frames followed by a footer::
         tail            stored payload length u64, header length u64, n u32, names length u16,
                         version u16, magic 8 bytes, checksum u64
 
-All integers are little-endian. Frames that are not empty start at multiples of 64 bytes. The checksum is the xxh3 (64
-bits) of every byte before it.
+All integers are little-endian. Frames that are not empty start at multiples of 64 bytes. The
+checksum is the xxh3 (64 bits) of every byte before it.
 
-Version 2 is a record of one frame that came past host memory, so that nobody could hash it: the checksum is that of
-the footer alone, and the frame is padded to whole pages, so that none of them is written in both ways.
+Version 2 is a record of one frame that came past host memory, and so was not hashed: the checksum
+is that of the footer alone, and the frame is padded to whole pages, so that none of them is written
+in both ways.
 
-Why a footer: lengths after compression and the checksum are known only once the last frame went by, so a record is
-one forward stream that is never patched, whatever its size. Why the frames come first and unpadded at the end: one
-read into an aligned buffer of exactly the payload's size leaves every frame aligned, and a record of one frame costs
-not a byte of memory more than the frame.
+Why a footer: lengths after compression and the checksum are known only once the last frame went by,
+so a record is one forward stream that is never patched, whatever its size. Why the frames come
+first and unpadded at the end: one read into an aligned buffer of exactly the payload's size leaves
+every frame aligned, and a record of one frame costs not a byte of memory more than the frame.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ALIGNMENT = 64
 
 _MAGIC = b"GPUSPILL"
 _VERSION = 1
-#: Of a record whose frame nobody saw.
+#: Of a record whose frame was not hashed.
 _UNSEEN_VERSION = 2
 #: What direct I/O is aligned to.
 _PAGE = 4096
@@ -148,8 +149,8 @@ def encoded_nbytes(header_nbytes: int, stored: Iterable[int], codec_names: Itera
 class RecordEncoder:
     """Turns frames into the byte stream of one record; used once, by one thread.
 
-    Call :meth:`start` for each frame and :meth:`finish` at the end, and write what they return and the frames, in
-    order. :meth:`feed` takes what was written, in as many pieces as there are.
+    Call :meth:`start` for each frame and :meth:`finish` at the end, and write what they return and
+    the frames, in order. :meth:`feed` takes what was written, in as many pieces as there are.
 
     Attributes
     ----------
@@ -321,7 +322,8 @@ def decode_record(
     Parameters
     ----------
     payload
-        The part of the record before the footer: in one piece, or each frame by itself, with the padding before it.
+        The part of the record before the footer: in one piece, or each frame by itself, with the
+        padding before it.
     footer
         What :meth:`RecordEncoder.finish` returned.
     checksum

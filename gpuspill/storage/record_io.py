@@ -36,13 +36,15 @@ __all__ = ["RecordReader", "RecordWriter"]
 
 logger = logging.getLogger(__name__)
 
-#: So many bytes are written at a time, and hashed while the system still has them in memory. Of compressed frames no
-#: more than that, and one frame, waits in ours.
+#: So many bytes are written at a time, and hashed while the system still has them in memory. Of
+#: compressed frames no more than that, and one frame, waits in ours.
 _FLUSH_NBYTES = 32 * 2**20
-#: Records are read, and hashed, in pieces of so many bytes: a piece is still in the processor's cache when it is hashed
-#: (second-level caches have 1 to 2 MiB), and not so small that the calls count.
+#: Records are read, and hashed, in pieces of so many bytes: a piece is still in the processor's
+#: cache when it is hashed (second-level caches have 1 to 2 MiB), and not so small that the calls
+#: count.
 _PIECE_NBYTES = 512 * 2**10
-#: What says that the file is not there (or something else is), rather than that it cannot be read now.
+#: What says that the file is not there (or something else is), rather than that it cannot be read
+#: now.
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
@@ -169,8 +171,8 @@ class RecordWriter:
     def _hash(self, file: NewFile, encoder: RecordEncoder, pending: list[memoryview]) -> list[memoryview]:
         """Hash what is pending, just as it is in the file, or is going to be; return what is still to be written.
 
-        Whoever has a frame's memory may change it meanwhile. So what is hashed is never that memory: it is what the
-        system has of the file, and of a few bytes a copy.
+        Other holders of a frame's memory may change it meanwhile. So what is hashed is never that
+        memory: it is what the system has of the file, and of a few bytes a copy.
         """
         nbytes = sum(part.nbytes for part in pending)
         if not nbytes:

@@ -15,7 +15,8 @@ __all__ = ["NewFile", "open_record"]
 
 logger = logging.getLogger(__name__)
 
-#: What cannot be mapped is read back in pieces of so many bytes, each hashed while the processor's cache has it.
+#: What cannot be mapped is read back in pieces of so many bytes, each hashed while the processor's
+#: cache has it.
 _PIECE_NBYTES = 512 * 2**10
 
 
@@ -97,15 +98,16 @@ class NewFile:
             start += piece.nbytes
 
     def fill(self, nbytes: int, copy: Callable[[int, Callable[[], None]], bool]) -> bool:
-        """Let somebody else write the first bytes of the file, by a way of their own.
+        """Let `copy` write the first bytes of the file, by a way of its own.
 
         Parameters
         ----------
         nbytes
-            How many at most. They are allocated first, so that a disk without room says so at once and in so many
-            words, and the length of the file does not change any more under whoever writes.
+            How many at most. They are allocated first, so that a disk without room says so at once
+            and in so many words, and the length of the file does not change while `copy` writes.
         copy
-            ``copy(fd, before_each) -> bool``: whether they are written. If not, the file is empty again.
+            ``copy(fd, before_each) -> bool``: whether they are written. If not, the file is empty
+            again.
 
         Raises
         ------
@@ -129,7 +131,7 @@ class NewFile:
         return True
 
     def publish(self) -> None:
-        """End writing; raises OSError, also if somebody has removed the file meanwhile."""
+        """End writing; raises OSError, also if the file was removed meanwhile."""
         assert self._fd is not None
         if not os.fstat(self._fd).st_nlink:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._name)
@@ -168,7 +170,7 @@ def open_record(directory_fd: int, name: str) -> Iterator[int]:
     name
         Its name.
     """
-    # Not blocking: somebody may have put a pipe in its place.
+    # Not blocking: a pipe may have been put in its place.
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
         yield fd

@@ -1,8 +1,8 @@
 """Records of the device's manager, which are values of the host's.
 
-So what leaves the device counts against the host's limit, and leaves the host for the disk as the bytes it is, when
-the host's manager says so. Where the host has no room it goes to disk at once, in pieces, and becomes a value of the
-host's that was written already.
+So what leaves the device counts against the host's limit, and leaves the host for the disk as the
+bytes it is, when the host's manager says so. Where the host has no room it goes to disk at once, in
+pieces, and becomes a value of the host's that was written already.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HostRecords(Store):
     in_place
         Whether who reads can fetch from a file by itself what came there past host memory.
     make_room
-        Called when the host has no room for a record, to give back what nobody uses.
+        Called when the host has no room for a record, to give back unused memory.
 
     Attributes
     ----------
@@ -79,8 +79,8 @@ class HostRecords(Store):
     def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Put a record into the host's memory if there is room, else on disk. Blocks for copies and for the disk.
 
-        If the disk does not take it, it waits until there is room in memory, or until nothing can make any. Frames are
-        kept, streams are read.
+        If the disk does not take it, it waits until there is room in memory, or until nothing can
+        make any. Frames are kept, streams are read.
         """
         nbytes = len(header) + sum(map(frame_nbytes, frames))
         key = _Record(next(self._numbers))

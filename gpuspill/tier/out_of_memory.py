@@ -25,7 +25,7 @@ class OutOfMemoryGuard:
     manager
         The device's manager.
     settle
-        Lets go of what nobody refers to any more.
+        Lets go of what is not referenced any more.
     largest
         Describes the largest units on the device, for the log.
 
@@ -68,7 +68,8 @@ class OutOfMemoryGuard:
     def _out_of_memory(self, nbytes: int, retries: int) -> bool:
         """Make room for an allocation of `nbytes` bytes that the calling thread is trying to make.
 
-        Waits for nothing that this thread is doing: what it is restoring is in flight, and no victim.
+        Waits for nothing that this thread is doing: what it is restoring is in flight, and no
+        victim.
         """
         ident = threading.get_ident()
         if ident in self._busy:

@@ -33,8 +33,8 @@ class Lookahead:
     Attributes
     ----------
     headroom
-        Bytes to have free besides when a unit is brought: for what the tasks that run until then return. A device that
-        was filled to the brim ahead of them would make them wait.
+        Bytes to have free besides when a unit is brought: for what the tasks that run until then
+        return. A device that was filled to the brim ahead of them would make them wait.
 
     Notes
     -----
@@ -50,8 +50,8 @@ class Lookahead:
     def bring(self, values: Iterable[Iterable[Unit]]) -> int:
         """Ask for room for the units of values that are needed in this order, and bring them when they have some.
 
-        Where there is no room it is made, by spilling, if what would leave first is needed later. Tasks that wait for
-        room are served first.
+        Where there is no room it is made, by spilling, if what would leave first is needed later.
+        Tasks that wait for room are served first.
 
         Returns
         -------
@@ -107,7 +107,7 @@ class Lookahead:
         return True
 
     def needed_now(self, units: Iterable[Unit]) -> None:
-        """Stop asking for room for units: somebody has asked for room for them on account of a task."""
+        """Stop asking for room for units: a task has asked for it."""
         for unit in units:
             admission = self._asked.get(unit)
             if admission is not None and not admission.granted:

@@ -177,7 +177,8 @@ def run_scattered(client: Client, data: Data) -> None:
     except (OSError, TimeoutError) as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
     except KeyError as error:
-        # The scheduler looks up the worker that took the data (`Scheduler.update_data`), after that has left.
+        # The scheduler looks up the worker that took the data (`Scheduler.update_data`), after that
+        # has left.
         if "://" not in str(error):
             raise
         raise Refused(f"{error} left while data was sent to it") from error

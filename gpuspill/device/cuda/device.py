@@ -124,21 +124,22 @@ class GpuDevice(Device):
     driver
         How to get at it.
     plan
-        How to copy between it and ordinary host memory. None: found out by trying, at the first copy.
+        How to copy between it and ordinary host memory. None: found out by trying, at the first
+        copy.
 
     Attributes
     ----------
     hooks
         Whom to ask when an allocation does not fit.
     fence_by_stream
-        Whether whoever computed is waited for by an event of the default stream, and not by waiting for the device. It
-        is for all work but that of streams that do not wait for the default stream, and of which nobody says that they
-        were used (:meth:`produced`).
+        Whether a copy waits for computations by an event of the default stream, and not for the
+        whole device. The event covers all work except on streams that do not wait for the default
+        stream and that are not named to :meth:`produced`.
 
     Notes
     -----
-    Nothing is done on the device before the first allocation or copy: a process that does neither has no context there,
-    and takes none of its memory.
+    Nothing is done on the device before the first allocation or copy: a process that does neither
+    has no context there, and takes none of its memory.
     """
 
     def __init__(self, driver: Driver, *, plan: CopyPlan | None = None) -> None:
@@ -187,8 +188,8 @@ class GpuDevice(Device):
         """Return new memory; see :meth:`Device.allocate`."""
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
-        # On the stream that is going to fill it: whoever had the memory before is done with it as far as that stream
-        # is concerned. A byte at least, so that it has an address of its own.
+        # On the stream that is going to fill it: as far as that stream is concerned, the memory's
+        # last user is done with it. A byte at least, so that it has an address of its own.
         stream = self.stream("to_device").handle
         with self.hooks.watching() as attempt:
             try:
@@ -297,15 +298,16 @@ class GpuDevice(Device):
         with self._lock:
             found = self._streams.get(kind)
             if found is None:
-                # Under the lock, once: nobody can do anything on the device before there is a stream.
+                # Under the lock, once: nothing can be done on the device before there is a stream.
                 found = self._streams[kind] = GpuStream(self, self._driver, self._driver.create_stream(), kind)
             return found
 
     def producer(self, handle: Handle) -> GpuStream:
-        """Return a stream of somebody else, by the driver's handle, to order a copy after its work by an event.
+        """Return another library's stream, by the driver's handle, to order a copy after its work by an event.
 
-        ``copies.wait(device.producer(handle).record())`` takes the place of :meth:`synchronize` where the stream is
-        known on which a library computed. The stream has to outlive what is returned.
+        ``copies.wait(device.producer(handle).record())`` takes the place of :meth:`synchronize`
+        where the stream is known on which a library computed. The stream has to outlive what is
+        returned.
         """
         return GpuStream(self, self._driver, handle, "producer")
 
@@ -351,7 +353,7 @@ class GpuDevice(Device):
         return event
 
     def _in_flight(self) -> list[GpuEvent]:
-        """Return the events of copies of which nobody knows that they are done, after looking whether they are."""
+        """Look at the events of copies, and return those that are not known to be done."""
         with self._lock:
             streams = tuple(self._streams.values())
         return [event for stream in streams for event in stream.in_flight()]

@@ -1,4 +1,4 @@
-"""Who is asked when an allocation on a GPU does not fit, whoever makes it."""
+"""Callbacks for an allocation on a GPU that does not fit, made by any library."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ class GpuHooks(HookChain):
     def _failed(self, nbytes: int, fits: Fits) -> bool:
         """Answer the allocator, in the thread that allocates: whether to try again.
 
-        It does not say whether it asked before for the same allocation, and "collect garbage once" has to know. So it
-        is told to try again only when that is going to work: trying takes place here.
+        It does not say whether it asked before for the same allocation, and "collect garbage once"
+        has to know. So it is told to try again only when that is going to work: trying takes place
+        here.
         """
         if self.asking:
             return False

@@ -1,8 +1,8 @@
 """KvikIO: files for device memory by GPUDirect Storage, and finding out whether there is any.
 
-The only module that imports KvikIO, and it does so when it is asked for. KvikIO itself goes through host memory where
-there is no driver (*compatibility mode*), which is of no use here: bytes that pass through host memory can as well be
-hashed, so then nothing is found.
+The only module that imports KvikIO, and it does so when it is asked for. KvikIO itself goes through
+host memory where there is no driver (*compatibility mode*), which is of no use here: bytes that
+pass through host memory can as well be hashed, so then nothing is found.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def kvikio_files(directory: str) -> KvikioFiles:
     Parameters
     ----------
     directory
-        Where the files are going to be. One is made there, and removed, to find out whether its file system will do.
+        Where the files are going to be. One is made there, and removed, to find out whether its
+        file system will do.
 
     Raises
     ------
@@ -113,7 +114,7 @@ def kvikio_files(directory: str) -> KvikioFiles:
         import kvikio.cufile_driver
         import kvikio.defaults
 
-        # Before the driver: whoever chose this may have a reason not to have it opened.
+        # Before the driver: a user who chose this may have a reason not to open it.
         if kvikio.defaults.get("compat_mode") == kvikio.CompatMode.ON:
             raise ConfigError("KvikIO was told to go through host memory (KVIKIO_COMPAT_MODE)")
         if not kvikio.cufile_driver.get("is_gds_available"):
@@ -131,7 +132,8 @@ def _try(kvikio: Any, directory: str) -> None:
     os.makedirs(directory, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=directory, prefix="gpuspill-gds-") as file:
         try:
-            # For this file only: by default KvikIO goes through host memory when cuFile refuses one, and does not say.
+            # For this file only: by default KvikIO goes through host memory when cuFile refuses
+            # one, and does not say.
             with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
                 kvikio.CuFile(file.name, "r+").close()
         except Exception as error:

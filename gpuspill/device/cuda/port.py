@@ -4,9 +4,9 @@ Everything that :class:`gpuspill.device.cuda.device.GpuDevice` needs of CUDA, RM
 all of its logic runs, and is tested, without any of them. :class:`gpuspill.device.cuda.driver.CudaDriver` is the real
 one.
 
-All methods may be called from any thread, whatever device is current there, and leave that as it was. None of them
-holds the interpreter's lock while it waits or copies. Handles (of streams and events) mean something to the driver
-only.
+All methods may be called from any thread, whatever device is current there, and leave that as it
+was. None of them holds the interpreter's lock while it waits or copies. Handles (of streams and
+events) mean something to the driver only.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class DriverMemory(Protocol):
     def free(self) -> None:
         """Give it back, once. Takes no lock of Python's: finalisers call it, in the middle of anything.
 
-        The memory may be used again as soon as all work is done that is enqueued on the default stream now, or on a
-        stream that is ordered with it.
+        The memory may be used again as soon as all work is done that is enqueued on the default
+        stream now, or on a stream that is ordered with it.
         """
 
 
@@ -109,7 +109,7 @@ class Driver(Protocol):
         """Let later work of `stream` begin after the event."""
 
     def synchronize(self) -> None:
-        """Wait until all streams of the device are done, whoever they belong to."""
+        """Wait until all streams of the device are done, those of other libraries included."""
 
     # -- copies ------------------------------------------------------------------------------------
 

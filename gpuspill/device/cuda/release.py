@@ -14,7 +14,7 @@ Run: TypeAlias = Callable[[Callable[[], None]], object]
 
 
 class Release:
-    """Gives memory back: in the calling thread, or, if that runs an event loop, on one that somebody has for it.
+    """Gives memory back: in the calling thread, or in a thread lent for it if the caller runs an event loop.
 
     Notes
     -----

@@ -1,10 +1,11 @@
 """Where the out-of-memory callback hangs in RMM: an adaptor around the resource that the device has in force.
 
-It knows RMM by the module it is given and imports nothing. RMM's ``FailureCallbackResourceAdaptor`` calls back when
-its upstream has no memory, and tries again as long as the answer is True. Adaptors that only pass requests on may be
-stacked on it, callbacks of others among them: each is asked in its turn, the innermost first. A pool is another
-matter: it holds its lock while it asks below, and spilling gives memory back to that pool. So an adaptor below a pool
-answers no, and another one goes on top.
+It knows RMM by the module it is given and imports nothing. RMM's ``FailureCallbackResourceAdaptor``
+calls back when its upstream has no memory, and tries again as long as the answer is True. Adaptors
+that only pass requests on may be stacked on it, callbacks of others among them: each is asked in
+its turn, the innermost first. A pool is another matter: it holds its lock while it asks below, and
+spilling gives memory back to that pool. So an adaptor below a pool answers no, and another one goes
+on top.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from gpuspill.device.external import CudfFirst
 
 __all__ = ["RmmChain"]
 
-#: What of RMM passes requests on with no lock held. Everything else may hold one: pools, arenas, limits, bins.
+#: What of RMM passes requests on with no lock held. Everything else may hold one: pools, arenas,
+#: limits, bins.
 _PASS_ON: Final = (
     "FailureCallbackResourceAdaptor",
     "LoggingResourceAdaptor",
@@ -42,8 +44,9 @@ class RmmChain:
 
     Notes
     -----
-    :meth:`connect` and :meth:`disconnect` are not to be called at the same time. Every adaptor that was ever made is
-    kept: RMM lets go of the callback, which is Python's, before it takes its own resource apart, which may call it.
+    :meth:`connect` and :meth:`disconnect` are not to be called at the same time. Every adaptor that
+    was ever made is kept: RMM lets go of the callback, which is Python's, before it takes its own
+    resource apart, which may call it.
     """
 
     def __init__(self, mr: Any, ordinal: int, cudf: CudfFirst | None = None) -> None:
@@ -61,7 +64,7 @@ class RmmChain:
     def connected(self) -> bool:
         """Whether the adaptor is in force: on top, or below what passes requests on and was stacked on it since.
 
-        Also False, so that somebody connects it anew, when it is in cuDF's way.
+        Also False when it is in cuDF's way, so that it is connected anew.
         """
         return self._in_force() and not self._cudf.pending
 
@@ -88,7 +91,8 @@ class RmmChain:
         upstream = self.resource()
 
         def failed(nbytes: int) -> bool:
-            # Looked at now: somebody may have put a pool on top since, whose lock this thread then holds.
+            # Looked at now: a pool may have been put on top since, whose lock this thread then
+            # holds.
             return self._adaptor is adaptor and self._in_force() and callback(nbytes, partial(_fits, upstream))
 
         adaptor = self._mr.FailureCallbackResourceAdaptor(upstream, failed)

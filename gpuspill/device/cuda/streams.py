@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GpuEvent", "GpuPinned", "GpuStream", "PinnedBytes", "PinnedMemory"]
 
-#: Seconds between two looks at an event by who waits for it with a timeout; the driver has no such wait.
+#: Seconds between two looks at an event by who waits for it with a timeout; the driver has no such
+#: wait.
 _FIRST_PAUSE, _LAST_PAUSE = 20e-6, 1e-3
 
 
@@ -33,7 +34,7 @@ class GpuEvent(Event):
     began
         Tickets of copies below this one are those of copies that the stream does before.
     problem
-        What the driver said of it, if that was an error: whoever asks is told, not only the first.
+        The driver's error, if it reported one: every caller that asks is told, not only the first.
     ticket
         Its own, if it is that of a copy.
     """
@@ -120,8 +121,9 @@ class GpuStream(Stream):
 
     Notes
     -----
-    Thread-safe. Its lock guards the list of copies in flight, and is not held while anything is enqueued. So two
-    threads may enter their copies in another order than they enqueued them in; tickets tell what is known for sure.
+    Thread-safe. Its lock guards the list of copies in flight, and is not held while anything is
+    enqueued. So two threads may enter their copies in another order than they enqueued them in;
+    tickets tell what is known for sure.
     """
 
     __slots__ = ("_copies", "_device", "_driver", "_lock", "_tickets", "handle", "name")
@@ -278,7 +280,7 @@ class GpuPinned(PinnedBuffer):
         return self._nbytes
 
     def release(self) -> None:
-        """Give it back, unless a copy uses it; the memory goes with the last view that somebody has."""
+        """Give it back, unless a copy uses it; the memory goes with the last view on it."""
         if self._view is None:
             return
         ours = byte_range(as_bytes(self._view, writable=True))

@@ -1,8 +1,8 @@
 """One copy between the simulated device and the host, from its enqueueing to its completion.
 
-A copy moves its bytes when it *lands*: when a thread waits for it, or for something ordered after it. Until then its
-destination holds a poison. The copy refers to its allocation weakly, so it can tell that the allocation was dropped
-under it, and to its host buffer strongly.
+A copy moves its bytes when it *lands*: when a thread waits for it, or for something ordered after
+it. Until then its destination holds a poison. The copy refers to its allocation weakly, so it can
+tell that the allocation was dropped under it, and to its host buffer strongly.
 """
 
 from __future__ import annotations

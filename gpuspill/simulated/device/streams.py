@@ -1,11 +1,13 @@
 """Streams and events of the simulated device: what is ordered after what, and when it is done.
 
-Work is numbered within its stream. A stream remembers, for every other stream, up to which number it is ordered
-after it (a vector clock), and an event is a snapshot of that. So "is this ordered after the last write?" is answered
-from what the program *did*, never from how fast anything happened to be: a race is found on every run.
+Work is numbered within its stream. A stream remembers, for every other stream, up to which number
+it is ordered after it (a vector clock), and an event is a snapshot of that. So "is this ordered
+after the last write?" is answered from what the program *did*, never from how fast anything
+happened to be: a race is found on every run.
 
-When a piece of work is done is computed when it is enqueued, from bandwidth and latency. Nothing happens at that
-moment. The bytes of a copy move in the thread that first waits for it, or for something ordered after it.
+When a piece of work is done is computed when it is enqueued, from bandwidth and latency. Nothing
+happens at that moment. The bytes of a copy move in the thread that first waits for it, or for
+something ordered after it.
 """
 
 from __future__ import annotations
