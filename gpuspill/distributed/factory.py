@@ -29,6 +29,7 @@ from gpuspill.storage.files import FileStore
 from gpuspill.storage.filesystems import IN_MEMORY, file_system_type
 from gpuspill.storage.mapping import MappingStore
 from gpuspill.storage.patient import PatientStore
+from gpuspill.storage.processors import Processors
 from gpuspill.storage.wrappers import DelayedStore
 from gpuspill.tier import DeviceTier
 
@@ -135,7 +136,7 @@ def _records(settings: Settings, directory: str, metrics: Metrics) -> Store:
         return FileStore(
             directory,
             named="gpuspill.spill-directory" if settings.spill_directory else LOCAL_DIRECTORY,
-            codecs=CodecChooser(compression, compressions, named=setting),
+            codecs=CodecChooser(compression, compressions, named=setting, busy=Processors().busy),
             metrics=metrics,
             sweep=False,  # takes as long as there are leftovers; attaching does it in the background
         )

@@ -1,14 +1,18 @@
 """Compression, where it pays.
 
-On a fast disk compressing before writing makes spilling slower, not faster (lz4 does 0.5 GB/s where
-a disk does 2.5); on a slow one it is the other way round, for data that shrinks. So the choice is
-made for each frame, from a sample of it and from how fast the store really reads and writes.
+On a fast disk compressing before writing makes spilling slower, not faster (lz4 does 0.5 GB/s where a disk does 2.5);
+on a slow one it is the other way round, for data that shrinks. So the choice is made for each frame, from a sample of
+it and from how fast the store really reads and writes.
+
+Both are compared in one currency. While processors are idle, that is time, and a codec's processor time counts as much
+as waiting for the disk. While all of them are busy, tasks would have had what a codec takes, and waiting for the disk
+costs them nothing: then processor time alone counts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +30,7 @@ __all__ = [
     "Sample",
     "Throughput",
     "best_choice",
+    "price",
     "take_sample",
 ]
 
@@ -112,6 +117,19 @@ class Throughput:
     def rate(self) -> float | None:
         """Bytes per second; None before the first observation."""
         return self._nbytes / max(self._seconds, 1e-9) if self._nbytes else None
+
+
+def price(seconds: float, cpu: float, busy: float) -> float:
+    """Return what an operation costs, in seconds.
+
+    Parameters
+    ----------
+    seconds, cpu
+        Wall time, and processor time of the thread, which is part of it.
+    busy
+        Share of the machine's processors that are busy, 0 to 1.
+    """
+    return cpu + (1.0 - busy) * max(0.0, seconds - cpu)
 
 
 def cost(
@@ -215,8 +233,15 @@ class CodecChooser:
         Reads and writes smaller than this say more about latency than about bandwidth and are not
         taken into account.
     clock
-        CPU seconds of the calling thread. Not wall time: a sample takes 0.1 ms, and getting the
-        interpreter lock back after it can take 5 on a busy worker.
+        CPU seconds of the calling thread. Not wall time: a sample takes 0.1 ms, and getting the interpreter lock
+        back after it can take 5 on a busy worker.
+    busy
+        Returns the share of the machine's processors that are busy, 0 to 1; by default they are all idle.
+
+    Attributes
+    ----------
+    clock : callable
+        The parameter.
 
     Raises
     ------
@@ -232,6 +257,11 @@ class CodecChooser:
     #: In "auto", a codec that cannot pay is tried again on every so many frames: data and load
     #: change.
     RETRY_EVERY = 64
+    #: In "auto", samples take at most this share of the processor time of writing, and so many seconds besides.
+    TRIAL_SHARE = 0.01
+    TRIAL_SECONDS = 0.01
+    #: Of so many kinds of frames it is remembered how they shrank.
+    MOST_KINDS = 256
 
     def __init__(
         self,
@@ -246,6 +276,7 @@ class CodecChooser:
         min_gain: float = 0.1,
         min_observed_nbytes: int = 262_144,
         clock: Callable[[], float] = time.thread_time,
+        busy: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.setting = None if setting is False else setting
         self._codecs = {
@@ -275,22 +306,24 @@ class CodecChooser:
         self.max_ratio = max_ratio
         self._min_gain = min_gain
         self._min_observed_nbytes = min_observed_nbytes
-        self._clock = clock
-        # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by
-        # that: the next is near.
+        self.clock = clock
+        self._busy = busy
+        # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by that: the next is near.
         self._lock = forks.lock()
         self._write = Throughput()
         self._read = Throughput()
         self._compress = {name: Throughput() for name in names}
         self._decompress = {name: Throughput() for name in names}
         self._frames = 0
+        self._credit = self.TRIAL_SECONDS
+        self._kinds: dict[Hashable, dict[str, float]] = {}  # ratios by codec
 
     def codec(self, name: str) -> Codec:
         """Return a codec by name, whatever the setting. KeyError if there is none."""
         return self._codecs[name]
 
-    def choose(self, frame: memoryview, *, scarce: bool = False) -> Choice:
-        """Decide how to store a frame; this runs codecs on a sample of it.
+    def choose(self, frame: memoryview, *, scarce: bool = False, kind: Hashable = None) -> Choice:
+        """Decide how to store a frame; this runs codecs on a sample of it, or recalls how the last of its kind shrank.
 
         Parameters
         ----------
@@ -298,6 +331,8 @@ class CodecChooser:
             Flat bytes.
         scarce
             The quota is nearly used up.
+        kind
+            Equal for frames that shrink alike, as far as one can tell.
         """
         if not self._candidates or not self._min_nbytes <= frame.nbytes <= _MAX_NBYTES:
             return PLAIN
@@ -309,25 +344,50 @@ class CodecChooser:
             scarce = True
         if not codecs:
             return PLAIN
-        data = take_sample(frame, self._sample_nbytes, self._n_samples)
-        samples = [sample for codec in codecs if (sample := self._try(codec, data)) is not None]
+        samples = self._sample(codecs, frame, kind) if scarce or self._credit > 0 else self._recall(codecs, kind)
         return best_choice(samples, write, read, scarce=scarce, max_ratio=self.max_ratio, min_gain=self._min_gain)
 
-    def observe_write(self, nbytes: int, seconds: float) -> None:
-        """Learn from a write of the store: bytes on disk, wall seconds."""
-        if nbytes >= self._min_observed_nbytes:
-            with self._lock:
-                self._write.observe(nbytes, seconds)
+    def observe_write(self, nbytes: int, seconds: float, cpu: float = 0.0, spent: float = 0.0) -> None:
+        """Learn from a write of the store.
 
-    def observe_read(self, nbytes: int, seconds: float) -> None:
-        """Learn from a read of the store: bytes on disk, wall seconds."""
+        Parameters
+        ----------
+        nbytes
+            Bytes on disk.
+        seconds, cpu
+            Wall time and processor time of writing them.
+        spent
+            Processor time of it all, codecs included.
+        """
+        with self._lock:
+            self._credit = min(self.TRIAL_SECONDS, self._credit + self.TRIAL_SHARE * spent)
+        self._observe(self._write, nbytes, seconds, cpu)
+
+    def observe_read(self, nbytes: int, seconds: float, cpu: float = 0.0) -> None:
+        """Learn from a read of the store: bytes on disk, wall time and processor time of reading them, in seconds."""
+        self._observe(self._read, nbytes, seconds, cpu)
+
+    def _observe(self, throughput: Throughput, nbytes: int, seconds: float, cpu: float) -> None:
         if nbytes >= self._min_observed_nbytes:
+            paid = price(seconds, cpu, self._busy())  # which may read a file
             with self._lock:
-                self._read.observe(nbytes, seconds)
+                throughput.observe(nbytes, paid)
+
+    def observe_ratio(self, kind: Hashable, codec: str, ratio: float) -> None:
+        """Learn how a frame of a kind shrank: compressed size through size. The last one counts for half."""
+        with self._lock:
+            known = self._kinds.pop(kind, None)
+            if known is None:
+                known = {}
+                while len(self._kinds) >= self.MOST_KINDS:
+                    del self._kinds[next(iter(self._kinds))]
+            self._kinds[kind] = known  # the last to be forgotten
+            known[codec] = (known.get(codec, ratio) + ratio) / 2
 
     def rates(self) -> dict[str, float | None]:
         """Return what was learnt, in bytes per second; None where nothing is known yet.
 
+        Those of the store are by :func:`price`: more than it reads and writes in a second of a busy machine.
         Keys are ``write``, ``read``, and, for each codec considered, ``compress-<name>`` and
         ``decompress-<name>``.
         """
@@ -361,13 +421,36 @@ class CodecChooser:
                     codecs.append(codec)
             return codecs, write, read
 
+    def _sample(self, codecs: list[Codec], frame: memoryview, kind: Hashable) -> list[Sample]:
+        start = self.clock()
+        data = take_sample(frame, self._sample_nbytes, self._n_samples)
+        samples = [sample for codec in codecs if (sample := self._try(codec, data)) is not None]
+        for sample in samples:
+            self.observe_ratio(kind, sample.codec.name, sample.ratio)
+        with self._lock:
+            self._credit -= self.clock() - start
+        return samples
+
+    def _recall(self, codecs: list[Codec], kind: Hashable) -> list[Sample]:
+        with self._lock:
+            known = self._kinds.get(kind, {})
+            found = [
+                (codec, known.get(codec.name), self._compress[codec.name].rate, self._decompress[codec.name].rate)
+                for codec in codecs
+            ]
+        return [
+            Sample(codec, ratio, compress, decompress)
+            for codec, ratio, compress, decompress in found
+            if ratio is not None and compress is not None and decompress is not None
+        ]
+
     def _try(self, codec: Codec, data: memoryview) -> Sample | None:
         try:
-            start = self._clock()
+            start = self.clock()
             compressed = codec.compress(data)
-            middle = self._clock()
+            middle = self.clock()
             codec.decompress(compressed)
-            end = self._clock()
+            end = self.clock()
         except Exception:
             # A codec that fails on this data is no choice for it.
             return None

@@ -183,6 +183,7 @@ class FileStore(Store):
         return receipt
 
     def _write(self, number: int, header: bytes, views: list[memoryview | FrameStream], counts: Counters) -> Receipt:
+        start = self._codecs.clock()
         plain_nbytes = encoded_nbytes(len(header), [view.nbytes for view in views])
         scarce = self._quota.is_scarce(plain_nbytes, _SCARCE)
         writer = RecordWriter(header, views, self._codecs, scarce, self._clock, counts)
@@ -204,8 +205,9 @@ class FileStore(Store):
         counts.writes = 1
         counts.bytes_written = receipt.nbytes
         counts.payload_written = receipt.payload_nbytes
-        if receipt.hashed:  # else the device wrote it, and waited for more than the disk
-            self._codecs.observe_write(receipt.nbytes, counts.write_seconds)
+        if receipt.hashed:  # else another library wrote it, and waited for others than the disk
+            spent = self._codecs.clock() - start
+            self._codecs.observe_write(receipt.nbytes, counts.write_seconds, writer.cpu, spent)
         return receipt
 
     def _begin_write(self) -> int:
@@ -327,7 +329,7 @@ class FileStore(Store):
         finally:
             self._end(counts)
         if borrowed is None:  # mapping, or opening, says nothing of what reading takes
-            self._codecs.observe_read(receipt.nbytes, counts.read_seconds)
+            self._codecs.observe_read(receipt.nbytes, counts.read_seconds, reader.cpu)
         self._report(
             ("disk-read", counts.read_seconds, counts.bytes_read),
             ("checksum", counts.checksum_seconds, None),

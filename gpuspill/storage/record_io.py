@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage.base import Allocate, FrameStream, Receipt
@@ -43,8 +43,9 @@ _FLUSH_NBYTES = 32 * 2**20
 #: cache when it is hashed (second-level caches have 1 to 2 MiB), and not so small that the calls
 #: count.
 _PIECE_NBYTES = 512 * 2**10
-#: What says that the file is not there (or something else is), rather than that it cannot be read
-#: now.
+#: Of a header, to tell what kind of value it is of.
+_KIND_NBYTES = 32
+#: What says that the file is not there (or something else is), rather than that it cannot be read now.
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
@@ -65,6 +66,11 @@ class RecordWriter:
         Wall time in seconds.
     counts
         Gets the times, and how many frames were compressed.
+
+    Attributes
+    ----------
+    cpu : float
+        Processor seconds of what `counts` has as ``write_seconds``.
     """
 
     def __init__(
@@ -80,10 +86,11 @@ class RecordWriter:
         self._codecs = codecs
         self._clock = clock
         self._counts = counts
+        self.cpu = 0.0
         start = clock()
         self._frames = [
-            (frame, PLAIN if isinstance(frame, FrameStream) else codecs.choose(frame, scarce=scarce))
-            for frame in frames
+            (frame, PLAIN if isinstance(frame, FrameStream) else codecs.choose(frame, scarce=scarce, kind=kind))
+            for frame, kind in zip(frames, self._kinds(frames), strict=True)
         ]
         counts.compress_seconds += clock() - start
         self._unseen = next((frame for frame in frames if isinstance(frame, FrameStream) and frame.past_host), None)
@@ -97,6 +104,11 @@ class RecordWriter:
         )
         if self._unseen is not None:
             self.expected_nbytes += whole_pages(self._unseen.nbytes) - self._unseen.nbytes
+
+    def _kinds(self, frames: Iterable[memoryview | FrameStream]) -> Iterator[Hashable]:
+        # Headers begin with what says how the value was serialised: for an array that is its dtype.
+        start = self._header[:_KIND_NBYTES]
+        return ((start, place, frame.nbytes.bit_length()) for place, frame in enumerate(frames))
 
     def write(self, number: int, file: NewFile, reservation: Reservation) -> Receipt:
         """Write everything and give the file its name.
@@ -124,7 +136,8 @@ class RecordWriter:
         pending: list[memoryview] = []
         waiting = 0
         unseen = self._unseen is not None and self._pass_by(self._unseen, encoder, file)
-        for frame, choice in () if unseen else self._frames:
+        kinds = self._kinds(frame for frame, _ in self._frames)
+        for kind, (frame, choice) in () if unseen else zip(kinds, self._frames, strict=True):
             if isinstance(frame, FrameStream):
                 pending += encoder.start(frame.nbytes)
                 self._append(file, self._hash(file, encoder, pending))
@@ -134,7 +147,7 @@ class RecordWriter:
             data, codec = frame, None
             if choice.codec is not None:
                 start = clock()
-                compressed = self._compress(choice.codec, frame)
+                compressed = self._compress(choice.codec, frame, kind)
                 counts.compress_seconds += clock() - start
                 if compressed is not None:
                     data, codec = compressed, choice.codec.name
@@ -156,9 +169,10 @@ class RecordWriter:
         reservation.resize(nbytes)
         pending.append(memoryview(footer))
         self._append(file, pending)
-        start = clock()
+        start, cpu = clock(), self._codecs.clock()
         file.publish()
         counts.write_seconds += clock() - start
+        self.cpu += self._codecs.clock() - cpu
         return Receipt(
             number=number,
             nbytes=nbytes,
@@ -193,15 +207,17 @@ class RecordWriter:
         """Write some bytes."""
         if not parts:
             return
-        start = self._clock()
+        start, cpu = self._clock(), self._codecs.clock()
         file.append(parts)
         self._counts.write_seconds += self._clock() - start
+        self.cpu += self._codecs.clock() - cpu
 
     def _pass_by(self, frame: FrameStream, encoder: RecordEncoder, file: NewFile) -> bool:
         """Have a frame written past host memory; False, and nothing is written, if that cannot be done."""
-        start = self._clock()
+        start, cpu = self._clock(), self._codecs.clock()
         done = file.fill(whole_pages(frame.nbytes), frame.copy_into)
         self._counts.write_seconds += self._clock() - start
+        self.cpu += self._codecs.clock() - cpu
         if done:
             encoder.pass_by(frame.nbytes)
         return done
@@ -224,7 +240,7 @@ class RecordWriter:
                 f"{encoder.stored_nbytes:,} that there should be",
             )
 
-    def _compress(self, codec: Codec, frame: memoryview) -> memoryview | None:
+    def _compress(self, codec: Codec, frame: memoryview, kind: Hashable) -> memoryview | None:
         """Return a frame compressed; None if that fails or does not pay."""
         before = digest(frame)
         try:
@@ -236,6 +252,7 @@ class RecordWriter:
         if digest(frame) != before:
             return None  # it was changed meanwhile, and what came out may stand for nothing at all
         # The sample may have been misleading.
+        self._codecs.observe_ratio(kind, codec.name, data.nbytes / frame.nbytes)
         return data if data.nbytes < self._codecs.max_ratio * frame.nbytes else None
 
 
@@ -256,6 +273,11 @@ class RecordReader:
         Wall time in seconds.
     counts
         Gets the times.
+
+    Attributes
+    ----------
+    cpu : float
+        Processor seconds of what `counts` has as ``read_seconds``.
     """
 
     def __init__(
@@ -273,6 +295,7 @@ class RecordReader:
         self._codecs = codecs
         self._clock = clock
         self._counts = counts
+        self.cpu = 0.0
 
     def read(self, directory_fd: int, name: str) -> tuple[bytes, list[memoryview]]:
         """Return header and frames, verified.
@@ -330,7 +353,7 @@ class RecordReader:
         """Return the payload as :func:`decode_record` takes it, the footer, and the hash of what was read in pieces."""
         receipt, where = self._receipt, self._where
         seen = PayloadHash()
-        start = self._clock()
+        start, cpu = self._clock(), self._codecs.clock()
         hashing = self._counts.checksum_seconds
         try:
             with open_record(directory_fd, name) as fd:
@@ -344,6 +367,7 @@ class RecordReader:
         if nbytes > receipt.nbytes:
             raise RecordCorrupt(f"{where} has more than the {receipt.nbytes:,} bytes written")
         self._counts.read_seconds += self._clock() - start - (self._counts.checksum_seconds - hashing)
+        self.cpu += self._codecs.clock() - cpu
         return payload, footer, seen
 
     def _read(self, fd: int, seen: PayloadHash) -> tuple[int, list[memoryview], memoryview]:
@@ -374,10 +398,11 @@ class RecordReader:
             nbytes += moved
             if moved < wanted:
                 return nbytes, parts, footer
-            start = self._clock()
+            start, cpu = self._clock(), self._codecs.clock()
             for piece in pieces:
                 seen.feed(piece)
             self._counts.checksum_seconds += self._clock() - start
+            self.cpu -= self._codecs.clock() - cpu  # all of reading is added at the end
         return nbytes + after, parts, footer
 
     def _apart(self, payload: memoryview, lengths: list[int], seen: PayloadHash) -> list[memoryview]:

@@ -1,5 +1,6 @@
 """When compression pays: the decision, and what feeds it. No real codec, disk or clock takes part."""
 
+import itertools
 import os
 import threading
 import zlib
@@ -17,6 +18,7 @@ from gpuspill.storage.codecs import (
     Sample,
     Throughput,
     best_choice,
+    price,
     take_sample,
 )
 from gpuspill.storage.files import FileStore
@@ -119,6 +121,18 @@ class TestBestChoice:
         plain = nbytes / write + nbytes / read
         packed = nbytes / compress + nbytes * ratio / write + nbytes * ratio / read + nbytes / decompress
         assert choice == (PLAIN if packed > plain else (CODEC, ratio))
+
+
+class TestPrice:
+    @pytest.mark.parametrize(("busy", "seconds"), [(0.0, 1.0), (0.5, 0.6), (1.0, 0.2)])
+    def test_waiting_costs_what_idle_processors_cost(self, busy, seconds):
+        assert price(1.0, 0.2, busy) == pytest.approx(seconds)
+
+    @settings(deadline=None)
+    @given(seconds=st.floats(0, 10), cpu=st.floats(0, 10), busy=st.floats(0, 1))
+    def test_never_less_than_processor_time(self, seconds, cpu, busy):
+        # Two clocks: processor time may come out larger.
+        assert cpu <= price(seconds, cpu, busy) <= max(seconds, cpu) + 1e-9
 
 
 class TestThroughput:
@@ -284,6 +298,79 @@ class TestCodecChooser:
         assert choices[0] == PLAIN
         assert choices[-1].codec.name == "lz4"
 
+    @pytest.mark.parametrize(("busy", "chosen"), [(0.0, True), (1.0, False)])
+    def test_auto_on_a_slow_disk_while_processors_are_busy(self, busy, chosen):
+        # Writing and reading take processor time at 2.5 GB/s, and the disk does 0.1.
+        chooser = CodecChooser("auto", {"lz4": FakeCodec(clock := Clock())}, clock=clock, busy=lambda: busy)
+        for _ in range(3):
+            chooser.observe_write(2**25, 2**25 / (100 * MB), 2**25 / (2.5 * GB))
+            chooser.observe_read(2**25, 2**25 / (100 * MB), 2**25 / (2.5 * GB))
+        assert (chooser.choose(FRAME).codec is not None) is chosen
+
+    def test_trials_take_a_hundredth_of_the_time_of_writing(self):
+        clock = Clock()
+        codecs = {name: FakeCodec(clock, 0.97) for name in ("lz4", "zstd")}
+        chooser = CodecChooser("auto", codecs, clock=clock)
+        written = 0.0
+        for _ in range(5000):
+            before = clock.now
+            chooser.choose(FRAME)
+            clock.now += 0.005
+            written += clock.now - before
+            chooser.observe_write(2**25, 2**25 / (100 * MB), 0.005, clock.now - before)
+        trial = 50_000 * (1 / (0.5 * GB) + 1 / (2 * GB))
+        trials = sum(len(codec.calls) for codec in codecs.values())
+        most = chooser.TRIAL_SECONDS + chooser.TRIAL_SHARE * written
+        # All that it may take is used, since nothing has shrunk, and not more but for the last one.
+        assert most - 4 * trial <= trials * trial <= most + 2 * trial
+
+    def make_spent(self, ratio=0.5):
+        """Return a chooser that has no time for samples, on a slow disk."""
+        clock = Clock()
+        codec = FakeCodec(clock, ratio)
+        chooser = CodecChooser("auto", {"lz4": codec}, clock=clock)
+        chooser.observe_write(2**25, 2**25 / (100 * MB))
+        while chooser._credit > 0:
+            chooser.choose(FRAME, kind="known")
+        codec.calls.clear()
+        return chooser, codec
+
+    def test_without_time_for_a_sample_the_last_of_its_kind_tells(self):
+        chooser, codec = self.make_spent()
+        assert chooser.choose(FRAME, kind="known").ratio == pytest.approx(0.5)
+        assert chooser.choose(FRAME, kind="unknown") == PLAIN
+        assert codec.calls == []
+
+    def test_what_became_of_a_frame_counts_as_a_sample(self):
+        chooser, codec = self.make_spent()
+        for _ in range(5):
+            chooser.observe_ratio("known", "lz4", 1.0)
+        assert chooser.choose(FRAME, kind="known") == PLAIN
+        chooser.observe_ratio("unknown", "lz4", 0.25)
+        assert chooser.choose(FRAME, kind="unknown").ratio == 0.25
+        assert codec.calls == []
+
+    def test_space_that_is_scarce_is_worth_a_sample(self):
+        chooser, codec = self.make_spent()
+        assert chooser.choose(FRAME, kind="unknown", scarce=True).codec.name == "lz4"
+        assert codec.calls
+
+    def test_a_codec_by_name_is_always_tried(self):
+        clock = Clock()
+        codec = FakeCodec(clock, compress_rate=1 * MB)
+        chooser = CodecChooser("lz4", {"lz4": codec}, clock=clock)
+        assert {chooser.choose(FRAME).codec.name for _ in range(20)} == {"lz4"}
+        assert len(codec.calls) == 20
+
+    def test_few_kinds_are_remembered(self):
+        chooser, _ = self.make_spent()
+        for kind in range(chooser.MOST_KINDS - 1):
+            chooser.observe_ratio(kind, "lz4", 0.5)
+        chooser.observe_ratio("known", "lz4", 0.5)
+        chooser.observe_ratio("one more", "lz4", 0.5)
+        kinds = [kind for kind in ("known", 0, 1, "one more") if chooser.choose(FRAME, kind=kind) != PLAIN]
+        assert kinds == ["known", 1, "one more"]
+
     def test_small_operations_say_nothing_about_bandwidth(self):
         chooser, _ = self.make_auto(2.5 * GB)
         before = chooser.rates()
@@ -325,6 +412,38 @@ class TestInAStore:
             header, read = store.read(receipt)
             assert (header, [bytes(frame) for frame in read]) == (b"h", frames)
             assert store.statistics().compressed_frames == 2
+
+    def test_frames_are_of_a_kind_by_header_place_and_size(self, tmp_path):
+        kinds = []
+
+        class Chooser(CodecChooser):
+            def choose(self, frame, *, scarce=False, kind=None):
+                kinds.append(kind)
+                return super().choose(frame, scarce=scarce, kind=kind)
+
+        with FileStore(tmp_path, codecs=Chooser()) as store:
+            for header, nbytes in [(b"a", 1000), (b"a", 1001), (b"b", 1000), (b"a", 4000)]:
+                store.write(header, [bytes(nbytes)] * 2)
+        first, second, third, fourth = zip(kinds[::2], kinds[1::2], strict=True)
+        assert first == second
+        assert len({*first, *third, *fourth}) == 6
+
+    def test_processor_time_of_writing_and_reading(self, tmp_path):
+        seen = []
+
+        class Chooser(CodecChooser):
+            def observe_write(self, nbytes, seconds, cpu=0.0, spent=0.0):
+                seen.append((cpu, spent))
+
+            def observe_read(self, nbytes, seconds, cpu=0.0):
+                seen.append((cpu, cpu))
+
+        ticks = itertools.count()
+        with FileStore(tmp_path, codecs=Chooser(clock=lambda: float(next(ticks)))) as store:
+            store.read(store.write(b"h", [bytes(3_000_000)]))
+        (writing, spent), (reading, _) = seen
+        assert 0 < writing < spent
+        assert reading > 0
 
     def test_a_misleading_sample(self, tmp_path, codec):
         # The sampled places are zeros, the rest is noise.

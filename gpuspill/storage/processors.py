@@ -1,0 +1,79 @@
+"""How busy the machine's processors are."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["Processors", "Ticks", "read_ticks"]
+
+#: Not looked at more often, seconds: the system counts in hundredths, and takes its time where there are many.
+_PAUSE_SECONDS = 0.5
+#: What was seen so many seconds ago counts for a third of what is seen now.
+_MEMORY_SECONDS = 2.0
+
+
+class Ticks(NamedTuple):
+    """What all processors together have done since the machine was started, in ticks of the system's clock."""
+
+    busy: int
+    total: int
+
+
+def read_ticks() -> Ticks | None:
+    """Return what the system has counted; None if it does not tell (not Linux, or no file descriptor is left).
+
+    Waiting for a disk is idle, and what a host took from a virtual machine is busy: neither this worker nor its tasks
+    could have had it.
+    """
+    try:
+        with open("/proc/stat", "rb") as file:
+            # user, nice, system, idle, iowait, irq, softirq, steal; guests are counted in the first two.
+            counts = [int(field) for field in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    return Ticks(sum(counts) - sum(counts[3:5]), sum(counts)) if len(counts) == 8 else None
+
+
+class _Seen(NamedTuple):
+    at: float
+    ticks: Ticks | None
+    share: float
+
+
+class Processors:
+    """The share of the processors' time that was used lately, on the whole machine.
+
+    Parameters
+    ----------
+    ticks
+        As :func:`read_ticks`.
+    clock
+        Wall time in seconds.
+
+    Notes
+    -----
+    Thread-safe, without a lock: if two threads look at once, one of the looks is forgotten.
+    """
+
+    def __init__(
+        self, ticks: Callable[[], Ticks | None] = read_ticks, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ticks = ticks
+        self._clock = clock
+        self._seen = _Seen(clock(), ticks(), 0.0)
+
+    def busy(self) -> float:
+        """Return the share, 0 to 1; 0 as long as the system does not tell. Reads a small file twice a second."""
+        at, before, share = self._seen
+        now = self._clock()
+        if now - at < _PAUSE_SECONDS:
+            return share
+        ticks = self._ticks()
+        if ticks is not None and before is not None and ticks.total > before.total:
+            recent = min(1.0, max(0.0, (ticks.busy - before.busy) / (ticks.total - before.total)))
+            share += (recent - share) * (1.0 - math.exp((at - now) / _MEMORY_SECONDS))
+        self._seen = _Seen(now, before if ticks is None else ticks, share)
+        return share
