@@ -131,6 +131,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.on_lost: Callable[[DataLostError], object] | None = None
         self.metrics = Metrics() if metrics is None else metrics
         self._lost: set[Hashable] = set()
+        self._prepared: dict[Hashable, Prepared] = {}  # each step is one operation that Python makes atomic
         self.claims = Claims()
         self._estimated = Noted()
         self._external = Noted()
@@ -156,9 +157,8 @@ class SpillStore(MutableMapping[Hashable, object]):
             if self.tier is not None:
                 self.tier.settle()
             return
-        given = value  # what the tier takes
-        if type(value) is Prepared:
-            value = value.value
+        given = self.prepared(key, value)  # what the tier takes
+        self.end_preparing(key)
         if type(value) is Wire:
             self.manager.store_encoded(key, value.encoded)
             return
@@ -191,6 +191,25 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.manager.store(key, value, nbytes, spillable=external is None, touched=touched)
         if self.tier is not None:
             self.tier.settle()
+
+    def prepare(self, key: Hashable, value: object) -> None:
+        """Take a value apart that is going to be stored under `key`: in the thread that made it, which has time.
+
+        :meth:`end_preparing` forgets it, if it never is stored.
+        """
+        assert self.tier is not None
+        found = self.tier.prepare(value, label=key)
+        if type(found) is Prepared:
+            self._prepared[key] = found
+
+    def prepared(self, key: Hashable, value: object) -> object:
+        """Return what :meth:`prepare` has made of this very value; else the value."""
+        found = self._prepared.get(key)
+        return value if found is None or found.value is not value else found
+
+    def end_preparing(self, key: Hashable) -> None:
+        """Forget what :meth:`prepare` has made, if it has."""
+        self._prepared.pop(key, None)
 
     def __getitem__(self, key: Hashable) -> Any:
         value = self.manager.get_ready(key, _ABSENT)

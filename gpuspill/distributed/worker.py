@@ -59,7 +59,7 @@ from gpuspill.manager.transaction import BATCH, at_once
 
 if TYPE_CHECKING:
     from gpuspill.distributed.attachment import Attachment
-    from gpuspill.tier import DeviceTier
+    from gpuspill.distributed.mapping import SpillStore
 
 __all__ = ["Nanny", "Unproxied", "Worker", "claims_of", "spilling_class"]
 
@@ -68,7 +68,7 @@ logger = logging.getLogger("gpuspill")
 _VIEW: ContextVar[View | None] = ContextVar("gpuspill_view", default=None)
 _JOB: ContextVar[Job | None] = ContextVar("gpuspill_job", default=None)
 #: Takes the result of a task apart, in the thread that made it.
-_PREPARE: ContextVar[Callable[[Any], Any] | None] = ContextVar("gpuspill_prepare", default=None)
+_PREPARE: ContextVar[Callable[[Any], None] | None] = ContextVar("gpuspill_prepare", default=None)
 _CALLER: ContextVar[Any] = ContextVar("gpuspill_caller", default=None)
 
 
@@ -110,7 +110,7 @@ def spilling_class(base: Any) -> Any:
             if attachment is None or ts is None or ts.run_spec is None:
                 return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
             if attachment.store.tier is not None and key not in self.state.actors:
-                execute = partial(_execute_and_prepare, execute, attachment.store.tier)
+                execute = partial(_execute_and_prepare, execute, attachment.store)
             if attachment.runs_freely(ts.prefix):
                 return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
             inputs = inputs_of(self, ts)
@@ -227,13 +227,17 @@ def _after_storing(action: Callable[[], object]) -> None:
     loop.call_soon(loop.call_soon, action)
 
 
-async def _execute_and_prepare(execute: Callable[..., Any], tier: DeviceTier, key: Any, *, stimulus_id: str) -> Any:
-    """Run a task, and take its result apart in its thread: the event loop, which stores it, would stand still."""
-    token = _PREPARE.set(partial(tier.prepare, label=key))
+async def _execute_and_prepare(execute: Callable[..., Any], store: SpillStore, key: Any, *, stimulus_id: str) -> Any:
+    """Run a task, and take its result apart in its thread: the event loop, which stores it, would stand still.
+
+    The result itself stays what it is: distributed tells the scheduler its type.
+    """
+    token = _PREPARE.set(partial(store.prepare, key))
     try:
         return await execute(key, stimulus_id=stimulus_id)
     finally:
         _PREPARE.reset(token)
+        _after_storing(partial(store.end_preparing, key))
 
 
 # -- a task's inputs -----------------------------------------------------------------------------
@@ -260,7 +264,8 @@ async def _execute_admitted(worker: Any, execute: Callable[..., Any], ts: Any, j
         else:
             event = await _execute_prepared(worker, execute, ts, job, stimulus_id)
         if job.seceded and isinstance(event, wsm.ExecuteSuccessEvent):
-            await job.ask_again(ts.key, event.value, as_nbytes(event.nbytes))
+            value = worker._gpuspill.store.prepared(ts.key, event.value)
+            await job.ask_again(ts.key, value, as_nbytes(event.nbytes))
         stored = isinstance(event, wsm.ExecuteSuccessEvent)
         return event
     finally:
@@ -380,7 +385,7 @@ def _prepares_inputs(executor: Any) -> bool:
 
 
 def _run_and_ask(
-    claims: Claims, prepare: Callable[[Any], Any] | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    claims: Claims, prepare: Callable[[Any], None] | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     outcome = fn(*args, **kwargs)
     if type(outcome) is dict and outcome.get("op") == "task-finished":
@@ -389,7 +394,7 @@ def _run_and_ask(
         claims.ask(outcome["result"])
         if prepare is not None:
             with suppress(Exception):  # then storing it meets the same
-                outcome["result"] = prepare(outcome["result"])
+                prepare(outcome["result"])
     return outcome
 
 

@@ -512,7 +512,7 @@ def test_a_manual_clock_stands_still_and_does_not_run_backwards(clock):
 
 
 def test_a_forgotten_manual_clock_says_so():
-    with pytest.raises(RuntimeError, match="nobody advances"):
+    with pytest.raises(RuntimeError, match="no thread advances"):
         ManualClock(jump=False, guard=0.01).wait_until(1)
     with pytest.raises(RuntimeError, match="waiting threads"):
         ManualClock(jump=False, guard=0.01).wait_for_waiters(1)

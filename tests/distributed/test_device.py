@@ -492,6 +492,40 @@ async def test_results_are_taken_apart_in_their_tasks_thread(c, s, a, device, lo
     assert same
 
 
+@on_device()
+async def test_a_result_that_was_taken_apart_has_the_type_that_the_task_gave_it(c, s, a, device):
+    x = c.submit(make, 1, key="x")
+    y = c.submit(lambda x: [x, 1], x, key="y")
+    await wait([x, y])
+    assert [a.state.tasks[key].type for key in ("x", "y")] == [Array, list]
+    assert s.tasks["x"].type == "gpuspill.simulated.arrays.array.Array"
+    assert s.tasks["y"].type == "list"
+    assert not a.data._prepared
+
+
+@on_device()
+async def test_nothing_is_kept_of_a_result_that_was_taken_apart_and_is_never_stored(c, s, a, device):
+    started, go_on = Event(), Event()
+
+    def late():
+        started.set()
+        go_on.wait()
+        return make(1)
+
+    x = c.submit(late, key="x")
+    await started.wait()
+    await c.cancel([x])
+    del x
+    await async_poll_for(lambda: "x" not in s.tasks, timeout=10)
+    await go_on.set()
+    await async_poll_for(lambda: "x" not in a.state.tasks and not a.state.executing, timeout=10)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await async_poll_for(lambda: not a.data._prepared, timeout=10)
+    a.data.tier.settle()
+    await async_poll_for(lambda: not device.statistics().live_bytes, timeout=10)
+
+
 def _same(one, other):
     if type(one) in (Table, SizedTable):
         one, other = one.columns, other.columns

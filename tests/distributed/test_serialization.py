@@ -491,7 +491,7 @@ class TestBoundObjects:
     def test_they_are_not_written(self, bound):
         for name, item in bound.items():
             for value in (item, [np.ones(10_000), {name: item}], np.array([item, None], dtype=object)):
-                with pytest.raises(TypeError, match="of which scheduler and client must know"):
+                with pytest.raises(TypeError, match="which scheduler and client must know of"):
                     DaskSerializer().dumps(value)
 
 
