@@ -128,9 +128,7 @@ class DeviceJob(Job):
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "ratio", "chunk", "passes", "bandwidth", "thin", "threads", "timeout"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: must be larger than 0, got {getattr(self, name)}")
+        self.require_positive("limit", "ratio", "chunk", "passes", "bandwidth", "thin", "threads", "timeout")
         for name in ("balance", "latency"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")

@@ -82,9 +82,7 @@ class Fair(Job):
     delay: float = 0.025
 
     def __post_init__(self) -> None:
-        for name in ("lists", "inputs", "floats", "keys"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: must be larger than 0, got {getattr(self, name)}")
+        self.require_positive("lists", "inputs", "floats", "keys")
         if self.delay < 0:
             raise ConfigError(f"delay: must not be negative, got {self.delay}")
 

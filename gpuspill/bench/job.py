@@ -11,6 +11,7 @@ from gpuspill.bench.arms import ARMS, Arm, parse_arms
 from gpuspill.bench.environment import environment
 from gpuspill.bench.report import Result, Row
 from gpuspill.bench.runner import Metrics, Sample, interleave
+from gpuspill.errors import ConfigError
 
 __all__ = ["Job", "benchmark"]
 
@@ -34,6 +35,12 @@ class Job(ABC):
     @abstractmethod
     def rows(self) -> Sequence[Row]:
         """Which metrics the table shows."""
+
+    def require_positive(self, *names: str) -> None:
+        """Raise ConfigError, which names the first of some parameters that is not larger than 0."""
+        for name in names:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be larger than 0, got {getattr(self, name)}")
 
     def reference(self) -> Any:
         """Compute the right result without a cluster; None if a run can tell without one."""

@@ -99,9 +99,7 @@ class PersistSum(Job):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "ratio", "threads", "timeout"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: must be larger than 0, got {getattr(self, name)}")
+        self.require_positive("limit", "ratio", "threads", "timeout")
         if not 8 <= self.chunk <= self.limit:
             raise ConfigError(f"chunk: must be between 8 bytes and the limit, got {self.chunk}")
         if self.delay < 0:

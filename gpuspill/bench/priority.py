@@ -99,9 +99,7 @@ class Priority(Job):
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "chunk", "tasks", "waiting", "threads", "timeout"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: must be larger than 0, got {getattr(self, name)}")
+        self.require_positive("limit", "chunk", "tasks", "waiting", "threads", "timeout")
         if self.delay < 0:
             raise ConfigError(f"delay: must not be negative, got {self.delay}")
         if 8 * self.chunk > self.limit:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuspill.storage.processors import read_counts
+
 __all__ = [
     "FileTraffic",
     "LoopProbe",
@@ -320,11 +322,8 @@ def stolen_time() -> float | None:
     float or None
         The sum over all processors, since the start; ``None`` where the kernel keeps no such count.
     """
-    try:
-        with open("/proc/stat", "rb") as file:
-            return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return None
+    counts = read_counts()
+    return None if counts is None else counts.steal / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)

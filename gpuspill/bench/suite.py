@@ -79,9 +79,7 @@ class Suite(Job):
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "ratio", "workers", "threads", "timeout"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: must be larger than 0, got {getattr(self, name)}")
+        self.require_positive("limit", "ratio", "workers", "threads", "timeout")
         if not 8_192 <= self.chunk <= self.limit:
             raise ConfigError(f"chunk: must be between 8 KiB and the limit, got {self.chunk}")
         for name in self.workloads:
@@ -122,14 +120,6 @@ class Suite(Job):
         walls = {metric.removesuffix(".wall"): metric for metric in sample.metrics if metric.endswith(".wall")}
         return ", ".join(f"{name} {sample.figure(metric):.2f} s" for name, metric in walls.items())
 
-    def run(self, arm: Arm, expected: Any) -> Metrics:
-        """Run all workloads on an arm, one after the other."""
-        with self._open() as (workloads, answers):
-            metrics: dict[str, float | int | bool | None] = {}
-            for workload, answer in zip(workloads, answers, strict=True):
-                metrics |= self._run(workload, arm, answer)
-            return metrics
-
     def measure(
         self, arms: Sequence[Arm], repeat: int, expected: Any, progress: Callable[[Sample], None]
     ) -> list[Sample]:
@@ -143,7 +133,7 @@ class Suite(Job):
                 range(repeat), list(zip(workloads, answers, strict=True)), arms
             ):
                 try:
-                    sample = Sample(arm.name, number, self._run(workload, arm, answer))
+                    sample = Sample(arm.name, number, self.run(arm, (workload, answer)))
                 except Exception as error:  # what an arm may raise is what is being found out
                     what = f"{workload.name}: {type(error).__name__}: {error}"
                     sample = Sample(arm.name, number, error=what)
@@ -161,8 +151,9 @@ class Suite(Job):
                 stack.callback(workloads[-1].close)
             yield workloads, [workload.expected() for workload in workloads]
 
-    def _run(self, workload: Workload, arm: Arm, expected: Answers) -> Metrics:
+    def run(self, arm: Arm, expected: tuple[Workload, Answers]) -> Metrics:
         """Run a workload in fresh processes; raises RuntimeError if an answer is wrong or a worker was killed."""
+        workload, answers = expected
         shape = ClusterShape(workers=self.workers, threads=self.threads, memory_limit=self.limit)
         settings = {**SMALL_WORKERS, "distributed.scheduler.active-memory-manager.start": False}
         with (
@@ -178,7 +169,7 @@ class Suite(Job):
             after = list(figures(client).values())
         if set(before.values()) != {figure.pid for figure in after}:
             raise RuntimeError("a worker was killed and started again during the run")
-        wrong = workload.differences(expected, found)
+        wrong = workload.differences(answers, found)
         if wrong:
             raise RuntimeError("; ".join(wrong))
         measured = {

@@ -89,9 +89,7 @@ class Transpose(Job):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "ratio", "workers", "threads", "timeout"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: must be larger than 0, got {getattr(self, name)}")
+        self.require_positive("limit", "ratio", "workers", "threads", "timeout")
         if self.persisted not in ("array", "sum"):
             raise ConfigError(f"persisted: expected 'array' or 'sum', got {self.persisted!r}")
         if not 8 <= self.chunk <= self.limit:

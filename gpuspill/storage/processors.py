@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Processors", "Ticks", "read_ticks"]
+__all__ = ["Counts", "Processors", "Ticks", "read_counts", "read_ticks"]
 
 #: Not looked at more often, seconds: the system counts in hundredths, and takes its time where there are many.
 _PAUSE_SECONDS = 0.5
@@ -22,19 +22,36 @@ class Ticks(NamedTuple):
     total: int
 
 
+class Counts(NamedTuple):
+    """The same by what it was spent on, as the system has it; guests are counted in the first two."""
+
+    user: int
+    nice: int
+    system: int
+    idle: int
+    iowait: int
+    irq: int
+    softirq: int
+    steal: int
+
+
+def read_counts() -> Counts | None:
+    """Return what the system has counted; None if it does not tell (not Linux, or no file descriptor is left)."""
+    try:
+        with open("/proc/stat", "rb") as file:
+            return Counts(*map(int, file.readline().split()[1:9]))
+    except (OSError, ValueError, TypeError):  # of the last: there are too few
+        return None
+
+
 def read_ticks() -> Ticks | None:
-    """Return what the system has counted; None if it does not tell (not Linux, or no file descriptor is left).
+    """Return how busy the processors were; None if the system does not tell.
 
     Waiting for a disk is idle, and what a host took from a virtual machine is busy: neither this worker nor its tasks
     could have had it.
     """
-    try:
-        with open("/proc/stat", "rb") as file:
-            # user, nice, system, idle, iowait, irq, softirq, steal; guests are counted in the first two.
-            counts = [int(field) for field in file.readline().split()[1:9]]
-    except (OSError, ValueError):
-        return None
-    return Ticks(sum(counts) - sum(counts[3:5]), sum(counts)) if len(counts) == 8 else None
+    counts = read_counts()
+    return None if counts is None else Ticks(sum(counts) - counts.idle - counts.iowait, sum(counts))
 
 
 class _Seen(NamedTuple):
