@@ -157,8 +157,10 @@ class SpillStore(MutableMapping[Hashable, object]):
             if self.tier is not None:
                 self.tier.settle()
             return
-        given = self.prepared(key, value)  # what the tier takes
-        self.end_preparing(key)
+        given = value  # what the tier takes
+        if self._prepared:
+            given = self.prepared(key, value)
+            self.end_preparing(key)
         if type(value) is Wire:
             self.manager.store_encoded(key, value.encoded)
             return

@@ -43,7 +43,8 @@ class Admitter:
     Attributes
     ----------
     notice_stalls
-        To be called now and then while somebody waits; see :meth:`gpuspill.manager.stalls.Stalls.notice`.
+        To be called now and then while a task or a transfer waits; see
+        :meth:`gpuspill.manager.stalls.Stalls.notice`.
 
     Notes
     -----
@@ -89,9 +90,7 @@ class Admitter:
         KeyError
             An input is unknown. Nothing stays pinned.
         """
-        keys = tuple(inputs)
-        ask = self._asker(label, output_nbytes, arriving, kind, order)
-        return self._pin_at_once(keys, "raise", ask) if len(keys) <= BATCH else at_once(self._pin(keys, "raise", ask))
+        return self._pin_at_once(inputs, "raise", self._asker(label, output_nbytes, arriving, kind, order))
 
     @refused("ask for room")
     def admit_in_pieces(
@@ -132,12 +131,10 @@ class Admitter:
     def pin(self, keys: Iterable[Hashable]) -> Admission:
         """Pin values where they are, without asking for room to bring them into memory.
 
-        For whoever looks at them without needing them there, such as :meth:`gpuspill.manager.batch.Gatherer.export`.
+        For callers that do not need them in memory, such as :meth:`gpuspill.manager.batch.Gatherer.export`.
         Unknown keys are left out.
         """
-        every = tuple(keys)
-        ask = self._ask_for_none
-        return self._pin_at_once(every, "omit", ask) if len(every) <= BATCH else at_once(self._pin(every, "omit", ask))
+        return self._pin_at_once(keys, "omit", self._ask_for_none)
 
     @refused("pin")
     def pin_in_pieces(self, keys: Iterable[Hashable]) -> Generator[None, None, Admission]:
@@ -169,13 +166,16 @@ class Admitter:
             at_once(self._unpin(pids.values()))
             raise
 
-    def _pin_at_once(self, keys: tuple[Hashable, ...], unknown: _Unknown, ask: _Ask) -> Admission:
-        """Do as :meth:`_pin` does, for a single batch: most tasks have few inputs, and pieces have a price."""
+    def _pin_at_once(self, keys: Iterable[Hashable], unknown: _Unknown, ask: _Ask) -> Admission:
+        """Do as :meth:`_pin` does, without a pause. Most tasks have few inputs, and pieces have a price."""
+        every = tuple(keys)
+        if len(every) > BATCH:
+            return at_once(self._pin(every, unknown, ask))
         missing: dict[int, int] = {}
         pids: dict[Hashable, int] = {}
         try:
             with self._metadata as state:
-                self._pin_batch(state, keys, unknown, pids, missing)
+                self._pin_batch(state, every, unknown, pids, missing)
                 return ask(pids, sum(missing.values()))
         except BaseException:
             at_once(self._unpin(pids.values()))
@@ -274,8 +274,8 @@ class Admitter:
     def wait_for_room(self) -> None:
         """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write.
 
-        For whoever makes more and more of it in one go. Returns at once where waiting would be for oneself: in a spill
-        thread, and in a finaliser that runs in the middle of a change.
+        For a task that stores more and more in one go. Returns at once where the thread would wait for itself: in a
+        spill thread, and in a finaliser that runs in the middle of a change.
         """
         with self._metadata:
             if self._metadata.closed or self._engine.spilling_here:
@@ -356,7 +356,7 @@ class Admitter:
 
     @deferred()
     def settle_inputs(self, admission: Admission) -> None:
-        """Give back what was promised for inputs that were brought by somebody else meanwhile."""
+        """Give back what was promised for inputs that another thread has brought meanwhile."""
         if admission.reservation.nbytes > admission.output_nbytes:
             with self._metadata as state:
                 state.shrink(admission.reservation, admission.output_nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage.base import Allocate, FrameStream, Receipt
@@ -88,9 +88,12 @@ class RecordWriter:
         self._counts = counts
         self.cpu = 0.0
         start = clock()
+        # Headers begin with what says how the value was serialised: for an array that is its dtype.
+        begin = header[:_KIND_NBYTES]
+        kinds: list[Hashable] = [(begin, place, frame.nbytes.bit_length()) for place, frame in enumerate(frames)]
         self._frames = [
-            (frame, PLAIN if isinstance(frame, FrameStream) else codecs.choose(frame, scarce=scarce, kind=kind))
-            for frame, kind in zip(frames, self._kinds(frames), strict=True)
+            (frame, PLAIN if isinstance(frame, FrameStream) else codecs.choose(frame, scarce=scarce, kind=kind), kind)
+            for frame, kind in zip(frames, kinds, strict=True)
         ]
         counts.compress_seconds += clock() - start
         self._unseen = next((frame for frame in frames if isinstance(frame, FrameStream) and frame.past_host), None)
@@ -99,16 +102,11 @@ class RecordWriter:
         #: How large the record will be, in bytes: exact if nothing is to be compressed.
         self.expected_nbytes = encoded_nbytes(
             len(header),
-            [_expected_nbytes(frame, choice) for frame, choice in self._frames],
-            {choice.codec.name for _, choice in self._frames if choice.codec is not None},
+            [_expected_nbytes(frame, choice) for frame, choice, _ in self._frames],
+            {choice.codec.name for _, choice, _ in self._frames if choice.codec is not None},
         )
         if self._unseen is not None:
             self.expected_nbytes += whole_pages(self._unseen.nbytes) - self._unseen.nbytes
-
-    def _kinds(self, frames: Iterable[memoryview | FrameStream]) -> Iterator[Hashable]:
-        # Headers begin with what says how the value was serialised: for an array that is its dtype.
-        start = self._header[:_KIND_NBYTES]
-        return ((start, place, frame.nbytes.bit_length()) for place, frame in enumerate(frames))
 
     def write(self, number: int, file: NewFile, reservation: Reservation) -> Receipt:
         """Write everything and give the file its name.
@@ -136,8 +134,7 @@ class RecordWriter:
         pending: list[memoryview] = []
         waiting = 0
         unseen = self._unseen is not None and self._pass_by(self._unseen, encoder, file)
-        kinds = self._kinds(frame for frame, _ in self._frames)
-        for kind, (frame, choice) in () if unseen else zip(kinds, self._frames, strict=True):
+        for frame, choice, kind in () if unseen else self._frames:
             if isinstance(frame, FrameStream):
                 pending += encoder.start(frame.nbytes)
                 self._append(file, self._hash(file, encoder, pending))
