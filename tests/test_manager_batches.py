@@ -160,7 +160,7 @@ def test_reads_of_few_values_are_begun_at_once(name):
 @pytest.mark.parametrize("name", BEGIN)
 @pytest.mark.parametrize("end", ["cancelled", "closed"])
 def test_reads_of_many_values_that_have_not_been_begun(name, end):
-    """If they are given up nothing is read; if the store is closed meanwhile, whoever waits is told."""
+    """If they are given up nothing is read; if the store is closed meanwhile, the waiting caller is told."""
     kit, admission = on_disk(2 * BATCH)
     future = BEGIN[name](kit, admission)
     if end == "cancelled":

@@ -190,7 +190,7 @@ class Candidates:
         entry
             The value.
         wanted
-            Whether it should go. It stays if somebody holds it, and is set aside.
+            Whether it should go. If it is held, it stays and is set aside.
         first
             As for :meth:`classify`.
         """

@@ -16,7 +16,7 @@ class NextUse:
     Attributes
     ----------
     users
-        When each user reads a key, by key; only keys that somebody is going to read. To be read only.
+        When each user reads a key, by key; only keys that a task is going to read. To be read only.
 
     Notes
     -----

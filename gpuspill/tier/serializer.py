@@ -134,7 +134,7 @@ class DeviceSerializer:
         raise StorageError(problem)
 
     def _follow_producers(self, sources: Sequence[_UnitStream], *, observed: bool) -> None:
-        """Order what is copied next after whoever computed what is there, or observe that this is done."""
+        """Order what is copied next after the computations of what is there, or observe that these are done."""
         events = self._events(sources)
         if events is None:
             self._device.synchronize()

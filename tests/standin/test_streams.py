@@ -14,7 +14,7 @@ LEGACY, PER_THREAD, BLOCKING, NON_BLOCKING = 1, 2, 0, 1
 
 
 class Producer:
-    """Fills memory on one stream, late: only when somebody waits for that stream."""
+    """Fills memory on one stream, late: only when a thread waits for that stream."""
 
     def __init__(self, kind):
         from cuda.bindings import driver
