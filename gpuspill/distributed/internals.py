@@ -444,7 +444,9 @@ def missing_hooks(base: type) -> dict[str, str]:
         # Without it no one would see the values that were prepared.
         for name in ("execute", "get_data"):
             found.setdefault(name, found["data"])
-    problem = _misfit(distributed.Client._gather, (None, []), {"errors": "", "direct": None, "local_worker": None})
+    client = distributed.Client
+    problem = _misfit(client._gather, (None, []), {"errors": "", "direct": None, "local_worker": None})
+    problem = problem or _misfit(client._scatter, (None, []), {})
     if problem:
         found["_get_client"] = problem
     return found

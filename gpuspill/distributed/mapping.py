@@ -133,6 +133,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         self._lost: set[Hashable] = set()
         self._prepared: dict[Hashable, Prepared] = {}  # each step is one operation that Python makes atomic
         self.claims = Claims()
+        self.claims.parked = self._parked
         self._estimated = Noted()
         self._external = Noted()
 

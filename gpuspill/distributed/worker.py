@@ -109,7 +109,11 @@ def spilling_class(base: Any) -> Any:
             execute = super().execute
             if attachment is None or ts is None or ts.run_spec is None:
                 return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
-            if attachment.store.tier is not None and key not in self.state.actors:
+            if key in self.state.actors:
+                pass  # an actor stays where it is, and as it is
+            elif ts.run_spec.is_coro:
+                execute = partial(_execute_coroutine, execute, attachment.store)
+            elif attachment.store.tier is not None:
                 execute = partial(_execute_and_prepare, execute, attachment.store)
             if attachment.runs_freely(ts.prefix):
                 return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
@@ -238,6 +242,26 @@ async def _execute_and_prepare(execute: Callable[..., Any], store: SpillStore, k
     finally:
         _PREPARE.reset(token)
         _after_storing(partial(store.end_preparing, key))
+
+
+async def _execute_coroutine(execute: Callable[..., Any], store: SpillStore, key: Any, *, stimulus_id: str) -> Any:
+    """Run a coroutine task; while there are parked values, its result is searched for handles of them in a thread.
+
+    What is on a device is taken apart on the loop, whose current stream may be the one that computes it.
+    """
+    event = await execute(key, stimulus_id=stimulus_id)
+    if not store.parked or not isinstance(event, wsm.ExecuteSuccessEvent):
+        return event
+    outcome: dict[str, Any] = {"result": event.value, "nbytes": event.nbytes, "type": event.type}
+    try:
+        await asyncio.to_thread(_finish, store.claims, None, outcome)
+    except Exception as error:
+        logger.error("Exception while reading what task %r returned a handle of", key, exc_info=True)
+        return wsm.ExecuteFailureEvent.from_exception(
+            error, key=key, run_id=event.run_id, stimulus_id=f"gpuspill-result-{time()}"
+        )
+    event.value, event.nbytes, event.type = outcome["result"], outcome["nbytes"], outcome["type"]
+    return event
 
 
 # -- a task's inputs -----------------------------------------------------------------------------
@@ -389,21 +413,23 @@ def _run_and_ask(
 ) -> Any:
     outcome = fn(*args, **kwargs)
     if type(outcome) is dict and outcome.get("op") == "task-finished":
-        if claims.parked:
-            _give_plain(outcome)
-        claims.ask(outcome["result"])
-        if prepare is not None:
-            with suppress(Exception):  # then storing it meets the same
-                prepare(outcome["result"])
+        _finish(claims, prepare, outcome)
     return outcome
 
 
-def _give_plain(outcome: dict[str, Any]) -> None:
-    """Let a task return values in the place of handles for them, which other tasks know nothing of."""
-    result = outcome["result"]
-    plain = unproxify(result)
-    if plain is not result:
-        outcome.update(result=plain, nbytes=measure(plain), type=type(plain))
+def _finish(claims: Claims, prepare: Callable[[Any], None] | None, outcome: dict[str, Any]) -> None:
+    """Do what a result needs before it is stored and may take its time.
+
+    Values take the place of handles for them, which other tasks know nothing of. Blocks while those are read.
+    """
+    if claims.parked:
+        plain = unproxify(outcome["result"])
+        if plain is not outcome["result"]:
+            outcome.update(result=plain, nbytes=measure(plain), type=type(plain))
+    claims.ask(outcome["result"])
+    if prepare is not None:
+        with suppress(Exception):  # then storing it meets the same
+            prepare(outcome["result"])
 
 
 def claims_of(executor: Any, parked: Sized) -> Claims | None:
@@ -508,7 +534,10 @@ def _type_names(data: Mapping[Any, Any]) -> dict[Any, str]:
 
 @lru_cache(maxsize=16)
 def _gathering_class(base: Any) -> Any:
-    """Return a subclass of a client class whose ``gather`` first brings what its local worker has spilled."""
+    """Return a subclass of a client class that suits a local worker which spills.
+
+    ``gather`` first brings what that has spilled, and ``scatter`` gives it values in the place of handles.
+    """
     if getattr(base, "_gpuspill_hooked", False):
         return base
 
@@ -529,6 +558,10 @@ def _gathering_class(base: Any) -> Any:
             if getattr(local_worker, "_gpuspill", None) is not None:
                 local_worker = await _LocalWorker.of(local_worker, futures)
             return await super()._gather(futures, errors, direct, local_worker)
+
+        async def _scatter(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+            # The local worker would store handles as they are; any other gets the values that they pickle as.
+            return await super()._scatter(await asyncio.to_thread(unproxify, data), *args, **kwargs)
 
     return _disguise(Gathering, base)
 

@@ -48,6 +48,7 @@ def test_all_hooks_fit_this_version():
         (Worker.gather_dep, ["self", "worker", "to_gather", "total_nbytes", "stimulus_id"]),
         (Worker._get_client, ["self", "timeout"]),
         (Client._gather, ["self", "futures", "errors", "direct", "local_worker"]),
+        (Client._scatter, ["self", "data", "workers", "broadcast", "direct", "local_worker", "timeout", "hash"]),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
@@ -215,6 +216,7 @@ def test_private_parts_are_used_in_two_modules_only():
         ".memory_manager",
         ".run_spec",
         "._gather",
+        "._scatter",
         "._get_client",
         ".handlers",
         ".connection_args",

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from distributed import Worker, get_worker, wait
+from distributed import Worker, get_client, get_worker, wait, worker_client
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import gpuspill
@@ -314,8 +314,46 @@ async def test_a_task_that_returns_a_handle_returns_the_value(c, s, a, wrap):
     await async_poll_for(lambda: not a.data.settle_parked() and not a.data.parked, 10)
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [1, {"a": x}]], ids=["bare", "nested"])
+@spilling(nthreads=ONE)
+async def test_a_coroutine_task_that_returns_a_handle_returns_the_value(c, s, a, wrap):
+    async def task():
+        handle = gpuspill.proxify(np.arange(NBYTES // 8))
+        get_worker().memory_manager.data.manager.limits.evict_all()
+        return wrap(handle)
+
+    def look(x):
+        found = []
+        gpuspill.walk.replace(x, lambda item: found.append(item) or item)
+        return [type(item) is np.ndarray and int(item.sum()) for item in found]
+
+    x = c.submit(task, key="x")
+    assert await c.submit(look, x) == [sum(range(NBYTES // 8))]
+    assert s.tasks["x"].nbytes >= NBYTES
+    assert await c.submit(lambda: get_worker().state.tasks["x"].type) is type(wrap(np.zeros(1)))
+    await async_poll_for(lambda: not a.data.settle_parked() and not a.data.parked, 10)
+
+
+@pytest.mark.parametrize("coroutine", [False, True], ids=["thread", "coroutine"])
+@spilling(nthreads=ONE)
+async def test_a_task_that_scatters_a_handle_scatters_the_value(c, s, a, coroutine):
+    def task():
+        with worker_client() as client:
+            return kinds(client.gather(client.scatter([gpuspill.proxify(np.arange(5)), 1], hash=False)))
+
+    async def coroutine_task():
+        client = get_client()
+        return kinds(await client.gather(await client.scatter([gpuspill.proxify(np.arange(5)), 1], hash=False)))
+
+    def kinds(values):
+        return [type(value) for value in values]
+
+    assert await c.submit(coroutine_task if coroutine else task) == [np.ndarray, int]
+
+
+@pytest.mark.parametrize("coroutine", [False, True], ids=["thread", "coroutine"])
 @spilling(nthreads=ONE, limits=(1,), loop_io=None)
-async def test_a_task_that_returns_a_handle_of_what_is_lost_fails(c, s, a):
+async def test_a_task_that_returns_a_handle_of_what_is_lost_fails(c, s, a, coroutine):
     def task():
         store = get_worker().memory_manager.data
         handle = gpuspill.proxify(np.arange(NBYTES // 8))
@@ -325,5 +363,8 @@ async def test_a_task_that_returns_a_handle_of_what_is_lost_fails(c, s, a):
                 path.unlink()
         return handle
 
+    async def coroutine_task():
+        return task()
+
     with pytest.raises(gpuspill.DataLostError):
-        await c.submit(task, retries=0)
+        await c.submit(coroutine_task if coroutine else task, retries=0)
