@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import operator
 import pickle
 import sys
 from collections import deque
@@ -119,6 +120,16 @@ class _Interface:
         return self._interface
 
 
+class _Call:
+    """Pickled, becomes what a call returns."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._made = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._made
+
+
 class SimulatedAdapter(ArrayAdapter):
     """Arrays of :mod:`gpuspill.simulated`."""
 
@@ -137,6 +148,11 @@ class SimulatedAdapter(ArrayAdapter):
         """Build an array."""
         simulated = sys.modules[self.library]
         return simulated.rebuild(memory, layout.offset, layout.shape, layout.strides, layout.dtype)
+
+    def reduce_view(self, whole: Any, layout: Layout) -> Any:
+        """As from the network."""
+        header = {"offset": layout.offset, "shape": layout.shape, "strides": layout.strides, "typestr": layout.dtype}
+        return sys.modules[self.library].from_frames, (header, [whole])
 
 
 class CupyAdapter(ArrayAdapter):
@@ -168,6 +184,11 @@ class CupyAdapter(ArrayAdapter):
         block = cupy.cuda.UnownedMemory(memory.address, memory.nbytes, memory, _ordinal(memory))
         pointer = cupy.cuda.MemoryPointer(block, layout.offset)
         return cupy.ndarray(layout.shape, np.dtype(layout.dtype), pointer, layout.strides)
+
+    def reduce_view(self, whole: Any, layout: Layout) -> Any:
+        """As an array at a pointer into the memory of `whole`."""
+        pointer = _Call(operator.add, _Call(getattr, whole, "data"), layout.offset)
+        return type(whole), (layout.shape, np.dtype(layout.dtype), pointer, layout.strides)
 
     def stream(self, value: Any) -> tuple[int, object]:
         """Return the current stream of the calling thread: arrays have none."""
@@ -223,6 +244,11 @@ class NumbaAdapter(ArrayAdapter):
         numba_cuda: Any = sys.modules[self.library]
         array = numba_cuda.as_cuda_array(_Interface(memory, layout), sync=False)
         return array if layout.stream is None else array.bind(layout.stream)
+
+    def reduce_view(self, whole: Any, layout: Layout) -> Any:
+        """As an array on part of the data of `whole`. On no stream: those of others mean nothing here."""
+        data = _Call(operator.methodcaller("view", layout.offset), _Call(getattr, whole, "gpu_data"))
+        return type(whole), (layout.shape, layout.strides, np.dtype(layout.dtype), 0, data)
 
     def stream(self, value: Any) -> tuple[int, object]:
         """Return the stream that an array is bound to."""

@@ -19,7 +19,7 @@ import operator
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar, Final
 
@@ -138,6 +138,23 @@ class ArrayAdapter(ABC):
             The library cannot have an array there.
         """
 
+    def reduce_view(self, whole: Any, layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """Return how pickle makes an array on the memory of another one, which it shares; None if it cannot.
+
+        Parameters
+        ----------
+        whole
+            An array of its library: bytes.
+        layout
+            How the array looks at them.
+
+        Returns
+        -------
+        tuple or None
+            As ``__reduce__`` returns it, of names of the library and of Python: others without gpuspill may read it.
+        """
+        return None
+
     def stream(self, value: Any) -> tuple[int, object] | None:
         """Return the stream on which an array is used, as the driver has it, and what keeps that; None if not known.
 
@@ -243,6 +260,12 @@ class ArrayRegistry:
     def rebuild(self, recipe: Recipe, memory: Any) -> Any:
         """Build an array on `memory`; see :meth:`ArrayAdapter.rebuild`."""
         return self._adapters[recipe.adapter].rebuild(memory, recipe.layout)
+
+    def reduce_view(self, whole: Any, found: ArrayDescription, low: int) -> Any:
+        """Return how pickle makes an array on `whole`, which begins at byte `low` of its memory; None if it cannot."""
+        assert found.recipe is not None
+        layout = replace(found.layout, offset=found.layout.offset - low)
+        return self._adapters[found.recipe.adapter].reduce_view(whole, layout)
 
     def _estimate(self, value: object) -> ArrayDescription | None:
         layout_and_address = interface_layout(value)

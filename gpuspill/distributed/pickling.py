@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import cloudpickle
@@ -115,9 +116,12 @@ class _Attempt:
         Whether classes and functions that others cannot import travel with the value, as cloudpickle has them.
     by_base
         Whether an object is written in dask's way for a base of its type: for types that cannot be pickled.
+    given
+        See :func:`pickled`.
     """
 
-    def __init__(self, *, by_value: bool = False, by_base: bool = False) -> None:
+    def __init__(self, given: Mapping[int, Any], *, by_value: bool = False, by_base: bool = False) -> None:
+        self._given = given
         self.pieces = _Pieces()
         self.buffers: list[memoryview] = []
         self.inherits = False
@@ -161,6 +165,8 @@ class _Attempt:
 
     def reduce(self, value: Any) -> Any:
         """See :meth:`pickle.Pickler.reducer_override`."""
+        if id(value) in self._given:
+            return self._given[id(value)]
         cls = type(value)
         known = self._ways.get(id(cls))
         if known is None:
@@ -200,7 +206,9 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
-def pickled(value: object, refused: Collection[Named] = ()) -> tuple[dict[str, Any], list[Frame]]:
+def pickled(
+    value: object, refused: Collection[Named] = (), given: Mapping[int, Any] = MappingProxyType({})
+) -> tuple[dict[str, Any], list[Frame]]:
     """Return header and frames of a value as distributed's ``pickle`` family has them. The frames alias the value.
 
     Parameters
@@ -209,6 +217,8 @@ def pickled(value: object, refused: Collection[Named] = ()) -> tuple[dict[str, A
         The value.
     refused
         Classes and functions that failed to make a value from a pickle.
+    given
+        What ``__reduce__`` of objects in the value is to return, by their identity.
 
     Raises
     ------
@@ -220,7 +230,7 @@ def pickled(value: object, refused: Collection[Named] = ()) -> tuple[dict[str, A
     """
     by_value, by_base = False, False
     while True:
-        attempt = _Attempt(by_value=by_value, by_base=by_base)
+        attempt = _Attempt(given, by_value=by_value, by_base=by_base)
         try:
             attempt.dump(value)
         except (MemoryError, RecursionError, _BoundObject):

@@ -191,7 +191,7 @@ class Parcel:
         """
         for key, value in list(self.values.items()):
             if type(value) is Skeleton:
-                self.values[key] = await self._brought(tier, value, partial(_as_wire, nbytes=value.device_nbytes))
+                self.values[key] = await self._brought(tier, value, partial(_as_wire, tier, nbytes=value.device_nbytes))
 
     async def _brought(self, tier: DeviceTier, skeleton: Skeleton, convert: Callable[[Any], Any]) -> Any:
         """Return what `convert` makes, off the loop, of a value, which is brought back if there is room for it."""
@@ -233,13 +233,13 @@ def _serialized(value: Any, serializers: Collection[str] | None) -> Serialized:
     return Serialized(*serialize(value, serializers=serializers))  # type: ignore[no-untyped-call]
 
 
-def _as_wire(value: Any, nbytes: int) -> Any:
+def _as_wire(tier: DeviceTier, value: Any, nbytes: int) -> Any:
     """Return the bytes of a value that looks at `nbytes` bytes on a device; itself if it cannot be serialised.
 
     Then distributed finds that out once more, and tells the receiver.
     """
     try:
-        header, frames = DaskSerializer().dumps(value)
+        header, frames = DaskSerializer().dumps(value, tier.overlaps(value))
     except Exception as error:
         cut_loose(error)
         return value

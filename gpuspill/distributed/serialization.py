@@ -11,8 +11,9 @@ What this does *not* do: splitting and compressing frames. The storage layer dec
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -46,8 +47,15 @@ class DaskSerializer:
         self._families = tuple(families)
         self._refused: set[Named] = set()
 
-    def dumps(self, value: object) -> Serialized:
+    def dumps(self, value: object, given: Mapping[int, Any] = MappingProxyType({})) -> Serialized:
         """Serialise.
+
+        Parameters
+        ----------
+        value
+            Anything.
+        given
+            See :func:`~gpuspill.distributed.pickling.pickled`.
 
         Raises
         ------
@@ -62,7 +70,7 @@ class DaskSerializer:
             keep_flag(header, value)
             frames = [flat(part) for part in parts]
         else:
-            header, frames = pickled(value, tuple(self._refused))
+            header, frames = pickled(value, tuple(self._refused), given)
         packed: bytes = msgpack.packb(header, use_bin_type=True)
         return Serialized(packed, frames)
 

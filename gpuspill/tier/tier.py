@@ -24,6 +24,7 @@ from gpuspill.tier.entry import Entry
 from gpuspill.tier.finding import Finder
 from gpuspill.tier.host_store import HostRecords
 from gpuspill.tier.out_of_memory import OutOfMemoryGuard
+from gpuspill.tier.overlaps import reductions
 from gpuspill.tier.pinned_pool import PinnedPool
 from gpuspill.tier.prefetch import Lookahead
 from gpuspill.tier.read import Reader, lost
@@ -110,6 +111,7 @@ class DeviceTier:
         self._closed = closed
         self.device = device
         registry = ArrayRegistry(pointer_device=device.device_of) if registry is None else registry
+        self._registry = registry
         self._book = Book(device, registry)
         # On the thread that lets things go: it has time.
         self.pinned = PinnedPool(
@@ -344,6 +346,10 @@ class DeviceTier:
     def new_nbytes(self, value: Any) -> int:
         """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
         return value.new_nbytes if type(value) is Prepared else self._disassembler.new_nbytes(value)
+
+    def overlaps(self, value: Any) -> dict[int, Any]:
+        """Return how to pickle the arrays of a plain value that share bytes; see :mod:`gpuspill.tier.overlaps`."""
+        return reductions(value, self._finder, self._registry, self.device)
 
     def host_nbytes(self, skeleton: Skeleton, nbytes: int | None) -> int:
         """Bytes that a skeleton takes in host memory.

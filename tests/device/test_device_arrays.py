@@ -6,6 +6,7 @@ CuPy can be imported, the real one is used as well, on addresses that nothing to
 
 import copy
 import gc
+import io
 import mmap
 import pickle
 import subprocess
@@ -271,6 +272,34 @@ def test_cupy(cupy, registry):
 
 def test_the_real_cupy(registry):
     check_cupy(pytest.importorskip("cupy"), registry)
+
+
+def test_the_real_cupy_pickles_views_of_one_array(registry):
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(0x10000, 4096, object(), 0)
+    array = cupy.ndarray((4, 5), "<f8", cupy.cuda.MemoryPointer(memory, 184), (-40, 8))
+    whole = cupy.ndarray((160,), "u1", cupy.cuda.MemoryPointer(memory, 64), (1,))
+    sent = pickled_on(whole, registry.reduce_view(whole, registry.describe(array), 64))
+    elsewhere = cupy.cuda.UnownedMemory(0x20000, 160, object(), 0)
+    found = registry.describe(sent(cupy.ndarray((160,), "u1", cupy.cuda.MemoryPointer(elsewhere, 0), (1,))))
+    assert (found.identity, found.owner) == (("cuda:0", 0x20000, 160), elsewhere)
+    assert found.layout == Layout(120, (4, 5), (-40, 8), "<f8", 8)
+
+
+def pickled_on(whole, way):
+    """Pickle what is made on an array; return what reads it, with another array in the place of that one."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = lambda item: "whole" if item is whole else None
+    pickler.dump(way)
+
+    def read(other):
+        unpickler = pickle.Unpickler(io.BytesIO(file.getvalue()))
+        unpickler.persistent_load = lambda name: other
+        function, arguments = unpickler.load()
+        return function(*arguments)
+
+    return read
 
 
 def asarray_of(cupy):

@@ -170,6 +170,41 @@ async def test_one_object_in_a_value_stays_one(c, s, a, b, device):
     assert await c.submit(look, d, workers=[b.address], pure=False) == expected
 
 
+@on_device(nthreads=THREE, limits=LIMITS, config={**NO_AMM, **SMALL})
+async def test_views_share_memory_wherever_they_are_sent(c, s, a, b, d, device):
+    """With each other and with their base; charged once, on the way as well."""
+
+    def build():
+        x = asarray(np.arange(CHUNK // 8, dtype="i8"))
+        y = make(1)[: CHUNK // 16]
+        return {"x": x, "views": [x[::-3], x.reshape(-1, 8)[2:, 1:3], x[5:5], x], "y": y, "apart": [x[:1], y[1:]]}
+
+    def look(value):
+        x, (back, part, empty, same) = value["x"], value["views"]
+        others = [x, back, part, *value["apart"][:1]]
+        before = [asnumpy(other) for other in others]
+        shared = [other.allocation is x.allocation for other in others]
+        small = value["y"].allocation is value["apart"][1].allocation, value["y"].allocation.nbytes
+        return [part.tolist() for part in before], shared, small, same is x, empty.shape, [o.strides for o in others]
+
+    value = c.submit(build, workers=[a.address])
+    expected = await c.submit(look, value, workers=[a.address])
+    assert expected[1:] == ([True] * 4, (True, CHUNK), True, (0,), [(8,), (-24,), (64, 8), (8,)])
+    await c.replicate([value], workers=[b.address])
+    # Of the second allocation half was ever looked at.
+    assert CHUNK * 3 // 2 <= b.data.manager.arriving_nbytes(value.key) <= CHUNK * 3 // 2 + KB
+    await c.retire_workers([a.address])
+    await c.replicate([value], workers=[d.address])
+    for worker in (b, d):
+        found = await c.submit(look, value, workers=[worker.address], pure=False)
+        assert found == (expected[0], expected[1], (True, CHUNK // 2), *expected[3:])
+        statistics = await checked(worker)
+        # And the one of no bytes, which looks at no memory.
+        assert (statistics.units, statistics.device_nbytes) == (3, CHUNK * 3 // 2)
+        await off_device(worker)
+        assert await c.submit(look, value, workers=[worker.address], pure=False) == found
+
+
 @on_device(nthreads=TWO, limits=("100 MiB",), config={**NO_AMM, **SMALL})
 async def test_a_view_takes_what_it_shows(c, s, a, b, device):
     x = c.submit(lambda: make(3, 8 * CHUNK)[: CHUNK // 8], workers=[a.address])
@@ -312,9 +347,9 @@ async def test_a_value_that_is_to_be_computed_while_it_arrives(c, s, a, b, devic
     recorder = Recorder(b, monkeypatch)
     gate, as_wire = Gate(), sending._as_wire
 
-    def gated(value, nbytes):
+    def gated(tier, value, nbytes):
         gate.pass_through()
-        return as_wire(value, nbytes)
+        return as_wire(tier, value, nbytes)
 
     monkeypatch.setattr(sending, "_as_wire", gated)
     await ask_to_compute_what_arrives(s, b, x, gate)

@@ -9,6 +9,7 @@ from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.cuda.driver import CudaDriver
 from gpuspill.device.port import CopyPlan
+from gpuspill.distributed.serialization import DaskSerializer
 from gpuspill.testing.devices import ArrayTests
 from tests.standin.rig import MB, Rig
 
@@ -162,6 +163,30 @@ def test_views_share_an_allocation_through_all_tiers(rig, cuda, standin):
         whole[3, :1].copy_to_device(np.array([150.0]))
         np.testing.assert_array_equal(part["x"][1].copy_to_host(), np.arange(50.0))
         del whole, part
+
+
+def test_views_share_an_allocation_after_they_were_sent(rig, cuda, standin):
+    """A list of arrays pickles each by itself; they are put on one piece of memory, with what they reach over."""
+    host = np.arange(10_000.0).reshape(20, 500)
+    array = cuda.to_device(host)
+    value = [array[3:7], array[5], array[3:9, ::2], cuda.to_device(host[:1])]
+    del array
+    header, frames = DaskSerializer().dumps(value, rig.tier.overlaps(value))
+    assert [memoryview(frame).nbytes for frame in frames[1:]] == [5 * 4000 + 499 * 8]  # the small one is in the pickle
+    del value
+    sent = DaskSerializer().loads(header, [bytearray(frame) for frame in frames])
+    rig.put("sent", sent)
+    statistics = rig.tier.statistics()
+    assert (statistics.units, statistics.device_nbytes) == (2, 5 * 4000 + 499 * 8 + 4000)
+    for part, expected in zip(sent, [host[3:7], host[5], host[3:9, ::2], host[:1]], strict=True):
+        assert part.strides == expected.strides or part.ndim == 1
+        np.testing.assert_array_equal(part.copy_to_host(), expected)
+    sent[1][:1].copy_to_device(np.array([-1.0]))
+    del sent, part
+    rig.to_disk()
+    assert live(standin, cuda) == 0
+    whole, row, columns, _ = rig.get("sent")
+    assert whole.copy_to_host()[2, 0] == row.copy_to_host()[0] == columns.copy_to_host()[2, 0] == -1.0
 
 
 @pytest.mark.parametrize(
