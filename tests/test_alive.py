@@ -35,6 +35,13 @@ CONTAINERS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "list of arrays": (lambda n: [np.full(NUMBERS, n) for _ in range(10)], lambda value: value[3]),
     "tuple of tuples": (lambda n: tuple((np.full(NUMBERS, n), str(n)) for _ in range(10)), lambda value: value[3]),
     "split frame": (split, lambda value: value[3]),
+    "head of a frame": (lambda n: pd.concat([frame(n)] * 10, ignore_index=True), lambda value: value.iloc[:1000]),
+    "column": (lambda n: pd.concat([frame(n)] * 10, ignore_index=True), lambda value: value["a"]),
+    "heads of frames": (lambda n: [frame(n) for _ in range(10)], lambda value: [x.iloc[:10] for x in value]),
+    "times": (
+        lambda n: pd.DataFrame({"t": pd.date_range("2020", periods=NUMBERS, freq="s"), "n": n}),
+        lambda value: value.iloc[5:9],
+    ),
     "frames": (lambda n: {i: frame(n) for i in range(10)}, lambda value: value[3]),
     "some of them": (lambda n: [np.full(NUMBERS, n) for _ in range(10)], lambda value: value[2:5]),
     "small arrays": (lambda n: [np.full(1000, n) for _ in range(40)], lambda value: value[3]),
@@ -50,7 +57,9 @@ def roots(value: Any) -> Iterator[Any]:
             yield from roots(item)
     elif isinstance(value, pd.DataFrame):
         for name in value.columns:
-            yield from roots(value[name].to_numpy())
+            yield from roots(value[name])
+    elif isinstance(value, pd.Series):
+        yield from roots(value.to_numpy())
     elif isinstance(value, np.ndarray):
         base = value
         while (below := getattr(base, "base", None)) is not None or (below := getattr(base, "obj", None)) is not None:
@@ -65,7 +74,7 @@ def nbytes_of(buffer: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
-@pytest.mark.parametrize("by", ["read back", "sent"])
+@pytest.mark.parametrize("by", ["never spilled", "read back", "sent"])
 def test_memory_alive_after_splitting_what_was_read_back(tmp_path, kind, by):
     make, take = CONTAINERS[kind]
     pool = BufferPool(0)
@@ -78,11 +87,12 @@ def test_memory_alive_after_splitting_what_was_read_back(tmp_path, kind, by):
     )
     for number in range(3):
         kit.manager.store(f"container {number}", make(number))
-        kit.spill(f"container {number}")
+        if by != "never spilled":
+            kit.spill(f"container {number}")
         if by == "sent":
             kit.manager.store_encoded(f"sent {number}", kit.manager.batch.fetch(f"container {number}"))
             kit.manager.discard(f"container {number}")
-        key = f"container {number}" if by == "read back" else f"sent {number}"
+        key = f"sent {number}" if by == "sent" else f"container {number}"
         kit.manager.store(f"part {number}", take(kit.manager.get(key)))
         kit.manager.discard(key)
     kit.engine.reap_all()

@@ -4,11 +4,13 @@ import gc
 import weakref
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from gpuspill.core.residency import State
-from gpuspill.device.shared_memory import SMALL_NBYTES, shared_memory
+from gpuspill.device.shared_memory import SMALL_NBYTES, blocks, shared_memory
 from gpuspill.distributed.serialization import DaskSerializer
+from gpuspill.distributed.sizes import measure
 from gpuspill.manager.insert import VIEW_NBYTES
 from gpuspill.manager.ports import Encoded
 from gpuspill.testing.managers import Bench
@@ -370,3 +372,48 @@ def test_the_record_of_a_deleted_key_goes_although_a_view_stays(kit, when):
     assert manager.memory_total() == NBYTES + VIEW_NBYTES
     manager.discard("v")
     assert manager.memory_total() == 0
+
+
+@pytest.mark.parametrize("kind", ["arrays", "frames"])
+def test_what_may_change_by_another_value_is_compared_with_its_record(kind):
+    """Since pandas 3 a frame that is changed changes no other."""
+
+    class Counting(DaskSerializer):
+        written = 0
+
+        def dumps(self, value):
+            self.written += 1
+            return super().dumps(value)
+
+    whole = base() if kind == "arrays" else pd.DataFrame({"x": base()})
+    serializer = Counting()
+    kit = Bench(serializer=serializer, shared=shared_memory, sizeof=measure)
+    for number in range(2):
+        kit.manager.store(number, whole[number * N // 2 : (number + 1) * N // 2])
+    del whole
+    assert NBYTES <= kit.manager.memory_total() <= 1.1 * NBYTES
+    kit.spill(0)
+    copied_on_write = kind == "frames" and int(pd.__version__.partition(".")[0]) >= 3
+    assert serializer.written == (1 if copied_on_write else 2)
+    assert NBYTES / 2 <= kit.manager.statistics().spilled_total_nbytes <= 1.1 * NBYTES / 2
+    kit.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pd.DataFrame({"a": np.arange(5.0), "b": range(5), "c": list("abcde")}),
+        pd.DataFrame({"t": pd.date_range("2020", periods=5)}),
+        pd.Series(range(5)),
+    ],
+    ids=["columns", "times", "series"],
+)
+def test_the_blocks_of_a_frame_are_what_it_looks_at(frame):
+    """They have no public name: a new pandas may change it."""
+    found = [block for block in blocks(frame.iloc[1:3]) if type(block) is np.ndarray]
+    assert found
+    columns = [frame] if isinstance(frame, pd.Series) else [column for _, column in frame.items()]
+    for column in columns:
+        if column.dtype.kind in "ifM":
+            numbers = column.to_numpy()
+            assert any(np.shares_memory(numbers, block) for block in found)

@@ -148,6 +148,11 @@ class Entry(Residency):
     loose = Rare(False)
 
     @property
+    def whole_nbytes(self) -> int:
+        """Bytes that the value takes with memory of its own: as on disk, and when it comes back."""
+        return self.nbytes if self.rare is None or not self.parts else self.apart_nbytes
+
+    @property
     def keys(self) -> Collection[Hashable]:
         """The keys that hold it, in the order in which they came.
 

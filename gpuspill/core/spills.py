@@ -136,7 +136,7 @@ class Spills:
         self._charges.end_spill(entry)
         entry.complete()
         self._counters.spills += 1
-        self._counters.spilled_nbytes += entry.nbytes
+        self._counters.spilled_nbytes += entry.whole_nbytes
         refusals, renewed, taken = 0, False, False
         if entry.rare is not None:
             refusals, renewed, taken = entry.refusals, entry.renewed, entry.taken

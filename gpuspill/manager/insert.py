@@ -58,7 +58,9 @@ class Sharing:
         entry = state.ledger.entries.get(pid)
         if shared is not None and entry is not None and entry.resident:
             own = max(VIEW_NBYTES, entry.nbytes - shared.covered)
-            state.divide(pid, own, self.parts(self._metadata.slots[pid].key, shared))
+            slot = self._metadata.slots[pid]
+            slot.fixed = shared.fixed
+            state.divide(pid, own, self.parts(slot.key, shared))
 
     def take_up(self, pid: int, value: object, shared: SharedMemory | None = None) -> None:
         """Take back a value that was evicted while it was referenced. Nothing is read."""
@@ -181,6 +183,7 @@ class Intake:
             hash(key)  # raises before anything is charged
             own = max(VIEW_NBYTES, nbytes - shared.covered)
             pid = state.insert(key, own, spillable=spillable, parts=sharing.parts(key, shared), apart_nbytes=size)
+            slots[pid].fixed = shared.fixed
         slots.enter(state.ledger.entries[pid], key, value, nbytes)
 
     def adopt(self, key: Hashable, nbytes: int, receipt: Receipt) -> None:

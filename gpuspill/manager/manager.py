@@ -295,7 +295,7 @@ class ProxifyManager:
         Memory that it shares is not counted, but its view of it is.
         """
         entry = self._ledger.keys[key]
-        return entry.apart_nbytes if entry.parts else entry.nbytes
+        return entry.whole_nbytes
 
     @reads
     def arriving_nbytes(self, key: Hashable) -> int:

@@ -73,6 +73,8 @@ class Slot(Entry):
         identity.
     found_held
         How often it was found held when it should have been evicted.
+    fixed
+        Whether no other value with which it shares memory can change it.
     knots
         References to it that come from inside it, as far as that was looked into; None if it was
         not.
@@ -83,6 +85,7 @@ class Slot(Entry):
     __slots__ = ("receipt", "sizeof", "value")
 
     device_nbytes = Rare(0)
+    fixed = Rare(False)
     found_held = Rare(0)
     ghost = Rare[Callable[[], Any] | None](None)
     ghost_id = Rare(0)
@@ -284,8 +287,8 @@ class Slots(dict[int, Slot]):
         )
 
     def shares(self, slot: Slot) -> bool:
-        """Whether a value shares memory with other values."""
-        return any(part.keys or part.owners > 1 for part in map(self.__getitem__, slot.parts))
+        """Whether other values share memory with a value and can change it by that."""
+        return not slot.fixed and any(part.keys or part.owners > 1 for part in map(self.__getitem__, slot.parts))
 
 
 def _weakly_referable(value: object) -> bool:

@@ -163,7 +163,7 @@ class Spiller:
             if pid is None:
                 break
             pids.append(pid)
-            chosen += state.ledger.entries[pid].nbytes
+            chosen += state.ledger.entries[pid].whole_nbytes
         return pids
 
     def _look_inside(self) -> None:
@@ -253,7 +253,7 @@ class Spiller:
                 slot = each.slot
                 if self._sizes is not None and slot.kind is not Encoded:
                     right = self._sizes.learn(slot.kind, slot.sizeof, each.raw)
-                    if right != (slot.apart_nbytes if slot.parts else slot.nbytes):
+                    if right != slot.whole_nbytes:
                         state.correct_size(each.pid, right)
                 if not state.reserve_record(each.pid, each.raw):
                     refused.append(each)
