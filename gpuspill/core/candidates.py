@@ -180,6 +180,10 @@ class Candidates:
                 return self._entries[pid]
         return None
 
+    def ready(self, pid: int) -> bool:
+        """Whether a value may go now, whatever its place in the order."""
+        return pid in self.queue and not self._is_held(pid)
+
     def written(self, entry: Entry, *, wanted: bool, first: bool) -> bool:
         """Say whether a value of which there is a record now, and which is in none of the places, may go at once.
 

@@ -80,14 +80,28 @@ class Spills:
                 self._lifetimes.drop(entry)
                 force = False
                 continue
-            self._candidates.queue.choose(entry.pid)
-            entry.begin(Tier.HOST, Tier.DISK)
-            self._charges.begin_spill(entry, self._lifetimes.leaving_nbytes(entry))
+            self._begin(entry)
             if entry.small:
                 self._room.grant_waiting()  # others may have been found held: what is left is perhaps not enough
             return entry.pid
         self._room.grant_waiting()
         return None
+
+    def begin(self, pid: int) -> bool:
+        """Begin to spill one value, whatever the limit and its place in the order; as :meth:`next` with `force`.
+
+        False if it may not leave now, or would cost no write.
+        """
+        entry = self._entries.get(pid)
+        if entry is None or entry.has(Tier.DISK) or not self._candidates.ready(pid):
+            return False
+        self._begin(entry)
+        return True
+
+    def _begin(self, entry: Entry) -> None:
+        self._candidates.queue.choose(entry.pid)
+        entry.begin(Tier.HOST, Tier.DISK)
+        self._charges.begin_spill(entry, self._lifetimes.leaving_nbytes(entry))
 
     def reserve_record(self, pid: int, nbytes: int) -> bool:
         """The record of a spill in flight will take `nbytes` on disk. Returns False if the quota forbids it."""

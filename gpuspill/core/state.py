@@ -337,6 +337,10 @@ class SpillState:
         """See :meth:`Spills.next <gpuspill.core.spills.Spills.next>`."""
         return self._spills.next(force=force)
 
+    def begin_spill(self, pid: int) -> bool:
+        """See :meth:`Spills.begin <gpuspill.core.spills.Spills.begin>`."""
+        return self._spills.begin(pid)
+
     def reserve_record(self, pid: int, nbytes: int) -> bool:
         """See :meth:`Spills.reserve_record <gpuspill.core.spills.Spills.reserve_record>`."""
         return self._spills.reserve_record(pid, nbytes)

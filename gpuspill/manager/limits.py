@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable, Iterable, Mapping
 
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.threads import Engine
-from gpuspill.manager.transaction import Metadata, deferred, refused
+from gpuspill.manager.transaction import Metadata, batches, deferred, refused
 
 __all__ = ["Evictor"]
 
@@ -24,7 +25,7 @@ class Evictor:
 
     Notes
     -----
-    Thread-safe. :meth:`evict_all` and :meth:`make_room` block.
+    Thread-safe. :meth:`evict_all`, :meth:`make_room` and :meth:`evict` block.
     """
 
     def __init__(self, metadata: Metadata, engine: Engine, spiller: Spiller) -> None:
@@ -133,11 +134,7 @@ class Evictor:
                 spilling = state.spilling
             freed += dropped
             if sizes:
-                self._spiller.spill(list(sizes), force=True)
-                with self._metadata as state:
-                    for pid, size in sizes.items():
-                        entry = state.ledger.entries.get(pid)
-                        freed += size if entry is None or not entry.resident else 0
+                freed += self._spill(sizes)
             elif not dropped:
                 if not going and (not spilling or self._engine.spilling_here):
                     break
@@ -150,3 +147,40 @@ class Evictor:
         while counted & self._metadata.others_letting_go().keys():
             time.sleep(_PAUSE)
         return freed
+
+    @refused("make room")
+    def evict(self, keys: Iterable[Hashable]) -> int:
+        """Evict the values of some keys that may leave now, whatever the limit. Blocks: this thread writes.
+
+        Returns
+        -------
+        int
+            Bytes that were freed.
+        """
+        freed = 0
+        for batch in batches(keys):
+            with self._metadata as state:
+                found = [state.ledger.keys[key] for key in batch if key in state.ledger.keys]
+                sizes = {
+                    each.pid: each.nbytes for each in found if not self._metadata.closed and state.begin_spill(each.pid)
+                }
+            freed += self._spill(sizes)
+        return freed
+
+    def may_leave(self, keys: Iterable[Hashable]) -> set[object]:
+        """Return the keys among some whose values may leave now."""
+        found: set[object] = set()
+        for batch in batches(keys):
+            with self._metadata as state:
+                known = state.ledger.keys
+                found.update(key for key in batch if key in known and state.candidates.ready(known[key].pid))
+        return found
+
+    def _spill(self, sizes: Mapping[int, int]) -> int:
+        """Do spills that were begun; return how many bytes were freed."""
+        self._spiller.spill(list(sizes), force=True)
+        with self._metadata as state:
+            gone = (state.ledger.entries.get(pid) for pid in sizes)
+            return sum(
+                size for size, entry in zip(sizes.values(), gone, strict=True) if entry is None or not entry.resident
+            )

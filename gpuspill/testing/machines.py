@@ -71,6 +71,7 @@ class SpillEvents:
         "drop_use": 2,
         "next_spill": 5,
         "force_spill": 2,
+        "begin_spill": 2,
         "reserve_record": 3,
         "take_up": 2,
         "in_doubt": 2,
@@ -234,6 +235,12 @@ class SpillEvents:
             self.oracle.complete_spill(pid, c.other, force=True)
             if pid in self.oracle.values and self.oracle.values[pid].disk and pid not in self.oracle.held:
                 assert self.oracle.values[pid].state in (State.SPILLED, State.CLEAN)
+
+    def begin_spill(self, c: Choices) -> None:
+        """A value is to leave for where it is, and not for its place in the order."""
+        pids = self.oracle.where(lambda value: value.memory or value.disk)
+        if pids:
+            self.oracle.begin_spill(pick(pids, c.i))
 
     def reserve_record(self, c: Choices) -> None:
         """A value that is being spilled is serialised, its size is known now."""

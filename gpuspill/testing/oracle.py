@@ -223,6 +223,18 @@ class Oracle(Model):
                 assert others <= use, f"{pid} is used at {use}, {other} only at {others}"
         return pid
 
+    def begin_spill(self, pid: int) -> bool:
+        """See :meth:`SpillState.begin_spill`."""
+        value = self.values[pid]
+        may = value.movable and not value.barred and not value.disk and pid not in self.held
+        begun = self.state.begin_spill(pid)
+        assert begun or not (may and value.candidate), f"{value} could have left"
+        if begun:
+            assert may, f"{value} must not leave now"
+            value.move, value.small = "down", self.small(value)
+        self._judge(chosen=pid if begun else None, forced=True)
+        return begun
+
     def reserve_record(self, pid: int, nbytes: int) -> bool:
         """See :meth:`SpillState.reserve_record`."""
         before = self.disk_used

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
+from gpuspill.core.adjacent import Piece, cheapest_run
 from gpuspill.device.port import Device
 from gpuspill.manager import ProxifyManager
+from gpuspill.tier.registry import Book
 
 __all__ = ["OutOfMemoryGuard"]
 
@@ -28,6 +30,8 @@ class OutOfMemoryGuard:
         Lets go of what is not referenced any more.
     largest
         Describes the largest units on the device, for the log.
+    book
+        Knows where units are.
 
     Attributes
     ----------
@@ -43,12 +47,15 @@ class OutOfMemoryGuard:
         manager: ProxifyManager,
         settle: Callable[[], None],
         largest: Callable[[], str],
+        book: Book,
     ) -> None:
+        self._book = book
         self._device = device
         self._manager = manager
         self._settle = settle
         self._largest = largest
         self._busy: set[int] = set()
+        self._began = threading.local()
         self._logged = False
         self.calls = 0
         self.helped = 0
@@ -78,7 +85,7 @@ class OutOfMemoryGuard:
         try:
             self.calls += 1
             self._settle()
-            helped = self._manager.limits.make_room(nbytes) > 0 or (not retries and self._collect())
+            helped = self._make_room(nbytes, retries) > 0 or (not retries and self._collect())
         finally:
             self._busy.discard(ident)
         if helped:
@@ -86,6 +93,20 @@ class OutOfMemoryGuard:
         else:
             self._give_up(nbytes)
         return helped
+
+    def _make_room(self, nbytes: int, retries: int) -> int:
+        """Evict so many bytes in the order of their use; if that was not enough, so many that lie side by side."""
+        limits = self._manager.limits
+        if not retries:
+            self._began.departures = self._book.departures
+            return limits.make_room(nbytes)
+        places = self._book.places()
+        may_leave = limits.may_leave(places.values())
+        # What this allocation has made leave in vain is free, unless it was given out again.
+        free = dict.fromkeys(set(self._book.vacated(self._began.departures)) - places.keys())
+        occupied = {at: unit for at, unit in places.items() if unit in may_leave}
+        pieces: list[Piece[Hashable]] = [Piece(at.address, at.nbytes, unit) for at, unit in (free | occupied).items()]
+        return limits.evict(cheapest_run(pieces, nbytes)) or limits.make_room(nbytes)
 
     def _collect(self) -> bool:
         before = self._device.memory_info().free

@@ -30,6 +30,8 @@ __all__ = ["Book"]
 
 #: So many arrays may be noted for a unit before those that died are looked for.
 _MANY_ARRAYS = 32
+#: So many places that units have left are remembered.
+_MANY_VACATED = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,8 @@ class Book:
         How many there are.
     taken_apart
         How many units stand for nothing, since others took their place.
+    departures
+        How often a unit left the device.
     estimated_nbytes
         Bytes of the units whose size is estimated, wherever they are.
 
@@ -80,6 +84,8 @@ class Book:
         self._objects: weakref.WeakValueDictionary[int, DeviceObject] = weakref.WeakValueDictionary()
         self._composites: weakref.WeakValueDictionary[int, Composite] = weakref.WeakValueDictionary()
         self.dead: Dead = deque()
+        self._vacated: deque[AllocationId] = deque(maxlen=_MANY_VACATED)
+        self.departures = 0
         self.skeletons = 0
         self.taken_apart = 0
         self.estimated_nbytes = 0
@@ -332,6 +338,8 @@ class Book:
         if watch is None:
             return None
         self._departed.append(_Entry(unit, watch, weakref.ref(memory)))
+        self._vacated.append(memory.identity)
+        self.departures += 1
         return lambda: self._revive(unit, watch)
 
     def _revive(self, unit: Unit, watch: Watch) -> DeviceMemory | None:
@@ -390,6 +398,16 @@ class Book:
             return sum(
                 watch.identity.nbytes for watch in (entry.watch for entry in self._left.values()) if watch() is not None
             )
+
+    def places(self) -> dict[AllocationId, Unit]:
+        """Return where units are on the device. O(n)."""
+        with self._lock:
+            return {identity: entry.unit for identity, entry in self._known.items() if entry.memory() is not None}
+
+    def vacated(self, since: int) -> list[AllocationId]:
+        """Return the last places that units have left since there were so many departures, as far as is known."""
+        count = min(self.departures - since, len(self._vacated))
+        return list(self._vacated)[len(self._vacated) - count :]
 
     def identified(self, memory: DeviceMemory | DeviceObject) -> bool:
         """Whether the allocation of a unit on the device is known as that unit's. For tests."""

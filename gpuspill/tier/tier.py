@@ -146,7 +146,7 @@ class DeviceTier:
         self._end_release = device.release_by(self.manager.engine.reap)
         self.grace = 0
         self._ended: OrderedDict[Hashable, tuple[Unit, ...]] = OrderedDict()
-        self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest)
+        self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest, self._book)
         self.ahead = Lookahead(self.manager, self._guard.verify)
         entry = Entry(device, self._book, self.manager)
         self._finder = Finder(device, registry, families)

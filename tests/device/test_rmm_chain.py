@@ -4,6 +4,7 @@ Neither needs a GPU: memory comes from a simulated device, by RMM's resource tha
 """
 
 import gc
+import random
 import sys
 import threading
 import types
@@ -11,12 +12,18 @@ import weakref
 
 import pytest
 
+from gpuspill.device.adapters import InterfaceAdapter
+from gpuspill.device.arrays import ArrayRegistry, Recipe
 from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.cuda.rmm_chain import RmmChain
-from gpuspill.device.port import CopyPlan
+from gpuspill.device.port import CopyPlan, Layout
+from gpuspill.manager import ProxifyManager
+from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated.device.device import ManualClock, SimulatedDevice
+from gpuspill.storage.files import FileStore
 from gpuspill.testing.devices import DeviceTests
 from gpuspill.testing.fake_driver import FakeDriver, FakeMemory
+from gpuspill.tier import DeviceTier
 
 ORDINAL = 5
 
@@ -541,3 +548,36 @@ def test_rmms_own_resources_on_top(kind):
     driver.chain._made.clear()
     driver.chain._adaptor = None
     del resource, stacked
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_leaves_a_pool_lies_side_by_side(tmp_path, seed):
+    """A pool that is full of small values has no room for a large one until some leave that are neighbours."""
+    mr = pytest.importorskip("rmm.mr", reason="RMM is not installed")
+    count, nbytes, large = 256, 64 * 1024, 16
+    driver = RmmDriver(SimulatedDevice(count * nbytes, clock=ManualClock()), mr)
+    pool = mr.PoolMemoryResource(driver.chain.resource(), count * nbytes, count * nbytes)
+    mr.set_per_device_resource(ORDINAL, pool)
+    device = GpuDevice(driver, plan=CopyPlan())
+    host = ProxifyManager(limit=None, store=FileStore(tmp_path), serializer=PickleSerializer(), sizeof=lambda value: 8)
+    tier = DeviceTier(device, host, limit=None, registry=ArrayRegistry([InterfaceAdapter()]))
+    whole = Recipe("interface", Layout(0, (nbytes,), (1,), "|u1", 1))
+    registry = ArrayRegistry([InterfaceAdapter()])
+    values = [tier.proxify(registry.rebuild(whole, device.allocate(nbytes))) for _ in range(count)]
+    assert tier.statistics().spilled_nbytes == 0
+    for number in random.Random(seed).sample(range(count), count):
+        tier.resolve(values[number])
+    asked = device.allocate(large * nbytes)
+    assert large * nbytes <= tier.statistics().spilled_nbytes <= 2 * large * nbytes
+    tier.validate()
+    del asked, values
+    tier.settle()
+    tier.close()
+    host.close()
+    device.close()
+    # Now, and not at the end of the process, when nothing of Python's can be called any more.
+    driver.reinitialize()
+    driver.chain._made.clear()
+    driver.chain._adaptor = None
+    gc.collect()
+    del pool

@@ -10,7 +10,7 @@ import numpy as np
 from gpuspill.device.hooks import HookChain
 from gpuspill.device.host import HostArray
 from gpuspill.device.port import FreedUnderCopy, MemoryInfo, OutOfMemory, UseAfterFree
-from gpuspill.simulated.device.memory import FRESH, Heap, SimulatedAllocation
+from gpuspill.simulated.device.memory import FRESH, FragmentedHeap, Heap, SimulatedAllocation
 
 if TYPE_CHECKING:
     from gpuspill.simulated.device.device import SimulatedDevice
@@ -32,10 +32,10 @@ class Allocator:
         How often an allocation did not fit at first, and in the end.
     """
 
-    def __init__(self, device: SimulatedDevice, lock: threading.Condition, base: int) -> None:
+    def __init__(self, device: SimulatedDevice, lock: threading.Condition, base: int, *, fragments: bool) -> None:
         self._device = device
         self._lock = lock
-        self._heap = Heap(base)
+        self._heap = FragmentedHeap(base) if fragments else Heap(base)
         self.hooks = HookChain()
         self.out_of_memory = 0
         self.failed = 0

@@ -85,6 +85,8 @@ class SimulatedDevice(Device):
         under a copy. Costs about as much as each copy again. Ordering and freeing are always checked.
     moves
         Whether copies move bytes. False: they only take their time, and memory that no one touches takes none.
+    fragments
+        Whether free memory may be in pieces that are too small for an allocation, as in a pool.
     clock
         Where time comes from. Default: real time.
 
@@ -109,6 +111,7 @@ class SimulatedDevice(Device):
         kernel_latency: float = 0.0,
         checks: bool = True,
         moves: bool = True,
+        fragments: bool = False,
         clock: Clock | None = None,
     ) -> None:
         serial = next(_serials)
@@ -117,7 +120,7 @@ class SimulatedDevice(Device):
         self.clock: Clock = RealClock() if clock is None else clock
         self._schedule = Schedule(self.clock)
         self._lock = self._schedule.condition
-        self._allocator = Allocator(self, self._lock, base=(serial + 1) << 44)
+        self._allocator = Allocator(self, self._lock, base=(serial + 1) << 44, fragments=fragments)
         self._allocator.resize(memory)
         self._copies = {"to_host": 0, "to_device": 0}
         self._copied_bytes = {"to_host": 0, "to_device": 0}
@@ -129,7 +132,7 @@ class SimulatedDevice(Device):
         }
 
     def configure(self, **changes: Any) -> None:
-        """Change some of the properties that have a name above, but for the clock, for all later work.
+        """Change some of the properties that have a name above, but for the last two, for all later work.
 
         Raises
         ------

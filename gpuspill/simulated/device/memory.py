@@ -1,14 +1,15 @@
 """Memory of the simulated device: its allocations, and the heap that counts them.
 
 Every allocation has an array of bytes of its own and a made-up address. Addresses are used again, last freed first,
-as a pool does, so that code that tells allocations by address alone is found out. The heap has a capacity and no
-fragmentation.
+as a pool does, so that code that tells allocations by address alone is found out. A heap has a capacity; only a
+:class:`FragmentedHeap` may have as much free and no room for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from gpuspill.simulated.device.copies import Copy
     from gpuspill.simulated.device.device import SimulatedDevice
 
-__all__ = ["FRESH", "PENDING", "Heap", "Mark", "SimulatedAllocation"]
+__all__ = ["FRESH", "PENDING", "FragmentedHeap", "Heap", "Mark", "SimulatedAllocation"]
 
 FRESH = 0xCB
 """Byte that fills new allocations: uninitialised memory shows."""
@@ -143,7 +144,7 @@ class Heap:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.allocations = 0
-        self._next = base
+        self._base = self._next = base
         self._reusable: dict[int, list[int]] = {}
 
     @staticmethod
@@ -160,17 +161,21 @@ class Heap:
         self.collect()
         if self.live_bytes + nbytes > self.capacity:
             return None
-        room = self._room(nbytes)
-        reusable = self._reusable.get(room)
-        if reusable:
-            address = reusable.pop()
-        else:
-            address = self._next
-            self._next += room
+        address = self._place(self._room(nbytes))
+        if address is None:
+            return None
         self.live[address] = nbytes
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.allocations += 1
+        return address
+
+    def _place(self, room: int) -> int | None:
+        reusable = self._reusable.get(room)
+        if reusable:
+            return reusable.pop()
+        address = self._next
+        self._next += room
         return address
 
     def release(self, address: int) -> None:
@@ -187,3 +192,31 @@ class Heap:
         free = [address for addresses in self._reusable.values() for address in addresses]
         assert len(free) == len(set(free)), "an address was freed twice"
         assert not set(free) & self.live.keys(), "an address is both live and free"
+
+
+class FragmentedHeap(Heap):
+    """Has as many addresses as bytes: an allocation needs free ones side by side, and gets the fewest that will do.
+
+    As a pool of one piece does. O(n log n) for each allocation.
+    """
+
+    def _place(self, room: int) -> int | None:
+        found: tuple[int, int] | None = None
+        start = self._base
+        for address in [*sorted(self.live), self._base + self.capacity]:
+            left = address - start - room
+            if left >= 0 and (found is None or left < found[0]):
+                found = left, start
+            start = address + self._room(self.live.get(address, 0))
+        return None if found is None else found[1]
+
+    def release(self, address: int) -> None:
+        """See the base class."""
+        super().release(address)
+        self._reusable.clear()
+
+    def validate(self) -> None:
+        """See the base class; and that no two allocations have a byte in common."""
+        super().validate()
+        for address, after in pairwise(sorted(self.live)):
+            assert address + self._room(self.live[address]) <= after, "two allocations overlap"
