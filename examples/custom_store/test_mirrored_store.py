@@ -9,11 +9,14 @@ pytest.register_assert_rewrite(
 from gpuspill.errors import QuotaExceeded
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.store_tests import StoreTests
+from gpuspill.testing.stores import MemoryStore
 from mirrored_store import MirroredStore
 
 
-def make(path, **options):
-    return MirroredStore(FileStore(path / "first"), FileStore(path / "second", **options))
+def make(path, mirror=None):
+    return MirroredStore(
+        FileStore(path / "first"), FileStore(path / "second") if mirror is None else mirror
+    )
 
 
 class TestMirroredStore(StoreTests):
@@ -39,7 +42,7 @@ def test_a_damaged_copy_is_replaced_by_the_other(tmp_path):
 
 
 def test_if_the_mirror_has_no_room_nothing_is_written(tmp_path):
-    with make(tmp_path, quota=10) as store:
+    with make(tmp_path, MemoryStore(quota=10)) as store:
         with pytest.raises(QuotaExceeded):
             store.write(b"header", [b"frame" * 100])
         assert store.statistics().records == 0

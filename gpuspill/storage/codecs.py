@@ -157,7 +157,6 @@ def best_choice(
     write_rate: float | None,
     read_rate: float | None,
     *,
-    scarce: bool = False,
     max_ratio: float = 0.9,
     min_gain: float = 0.1,
 ) -> Choice:
@@ -170,8 +169,6 @@ def best_choice(
     write_rate, read_rate
         Of the store, bytes per second; None if not known yet. One stands in for the other; with
         neither, the disk is taken to be fast.
-    scarce
-        The quota is nearly used up: save space, whatever it costs in time.
     max_ratio
         A frame that does not shrink to less than this share of itself is stored as it is.
     min_gain
@@ -180,9 +177,6 @@ def best_choice(
     shrinking = [sample for sample in samples if sample.ratio < max_ratio]
     if not shrinking:
         return PLAIN
-    if scarce:
-        best = min(shrinking, key=lambda sample: sample.ratio)
-        return Choice(best.codec, best.ratio)
     write_rate = read_rate if write_rate is None else write_rate
     read_rate = write_rate if read_rate is None else read_rate
     if write_rate is None or read_rate is None:
@@ -217,7 +211,7 @@ class CodecChooser:
     setting
         None or False: never compress. A codec's name: that codec wherever a sample shrinks, as
         distributed does. ``"auto"``: the codec, if any, that makes writing and reading back
-        together fastest, or that saves most space once the quota is nearly used up.
+        together fastest.
     registry
         Codecs by name. Keys that are not names (distributed has None, False and "auto" in its
         registry) are ignored.
@@ -322,30 +316,27 @@ class CodecChooser:
         """Return a codec by name, whatever the setting. KeyError if there is none."""
         return self._codecs[name]
 
-    def choose(self, frame: memoryview, *, scarce: bool = False, kind: Hashable = None) -> Choice:
+    def choose(self, frame: memoryview, *, kind: Hashable = None) -> Choice:
         """Decide how to store a frame; this runs codecs on a sample of it, or recalls how the last of its kind shrank.
 
         Parameters
         ----------
         frame
             Flat bytes.
-        scarce
-            The quota is nearly used up.
         kind
             Equal for frames that shrink alike, as far as one can tell.
         """
         if not self._candidates or not self._min_nbytes <= frame.nbytes <= _MAX_NBYTES:
             return PLAIN
-        if self.setting == "auto":
-            codecs, write, read = self._worth_trying(scarce)
-        else:
-            codecs, write, read = self._candidates, None, None
+        if self.setting != "auto":
             # The user has decided that it pays; what is left to see is whether it shrinks.
-            scarce = True
+            samples = self._sample(self._candidates, frame, kind)
+            return next((Choice(each.codec, each.ratio) for each in samples if each.ratio < self.max_ratio), PLAIN)
+        codecs, write, read = self._worth_trying()
         if not codecs:
             return PLAIN
-        samples = self._sample(codecs, frame, kind) if scarce or self._credit > 0 else self._recall(codecs, kind)
-        return best_choice(samples, write, read, scarce=scarce, max_ratio=self.max_ratio, min_gain=self._min_gain)
+        samples = self._sample(codecs, frame, kind) if self._credit > 0 else self._recall(codecs, kind)
+        return best_choice(samples, write, read, max_ratio=self.max_ratio, min_gain=self._min_gain)
 
     def observe_write(self, nbytes: int, seconds: float, cpu: float = 0.0, spent: float = 0.0) -> None:
         """Learn from a write of the store.
@@ -399,13 +390,11 @@ class CodecChooser:
                 **{f"decompress-{name}": t.rate for name, t in self._decompress.items()},
             }
 
-    def _worth_trying(self, scarce: bool) -> tuple[list[Codec], float | None, float | None]:
+    def _worth_trying(self) -> tuple[list[Codec], float | None, float | None]:
         """Return the codecs that would pay if a frame shrank to nothing, and the store's rates."""
         with self._lock:
             write, read = self._write.rate, self._read.rate
             self._frames += 1
-            if scarce:
-                return self._candidates, write, read
             write = read if write is None else write
             read = write if read is None else read
             if write is None or read is None:

@@ -42,8 +42,7 @@ from gpuspill.storage.base import (
 from gpuspill.storage.codecs import CodecChooser
 from gpuspill.storage.counters import Counters
 from gpuspill.storage.directory import PrivateDirectory, sweep_leftovers
-from gpuspill.storage.quota import Quota, Reservation
-from gpuspill.storage.record import encoded_nbytes, flat
+from gpuspill.storage.record import flat
 from gpuspill.storage.record_io import RecordReader, RecordWriter
 from gpuspill.storage.recordfile import NewFile
 from gpuspill.storage.reentrancy import Section, Tally, Visitors, visit
@@ -55,8 +54,6 @@ logger = logging.getLogger(__name__)
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: What says that the directory may be gone.
 _NO_DIRECTORY = {errno.ENOENT, errno.ESTALE}
-#: Less of the quota than this left, and space counts for more than time.
-_SCARCE = 0.1
 
 
 class FileStore(Store):
@@ -68,8 +65,6 @@ class FileStore(Store):
         Where to make the private directory; made too if it is missing.
     named
         Where `directory` comes from, for messages.
-    quota
-        Most bytes on disk (lengths of files, writes in progress included); None for no limit.
     codecs
         When to compress, and with what; by default never. It learns this store's speed, so it
         serves this store only.
@@ -104,7 +99,6 @@ class FileStore(Store):
         directory: str | os.PathLike[str],
         *,
         named: str = "directory",
-        quota: int | None = None,
         codecs: CodecChooser | None = None,
         metrics: Metrics | None = None,
         sweep: bool = True,
@@ -113,14 +107,13 @@ class FileStore(Store):
         if sweep:
             sweep_leftovers(directory)
         self._named = named
-        self._quota = Quota(quota, where=os.fspath(directory))
         self._codecs = CodecChooser() if codecs is None else codecs
         self._metrics = metrics
         self._clock = clock
         self._section = Section()
         self._visitors = Visitors()
         self._records: dict[int, Receipt] = {}
-        self._payload_nbytes = 0
+        self._nbytes = self._payload_nbytes = 0
         self._numbers = itertools.count(1)
         self._active = 0
         self._closed = False
@@ -141,16 +134,6 @@ class FileStore(Store):
     def path_of(self, receipt: Receipt) -> str:
         """Return the file of a record; for messages and tests."""
         return os.path.join(self.path, str(receipt.number))
-
-    def set_quota(self, quota: int | None) -> None:
-        """Change the quota. Records beyond a lower one stay; there are just no new ones until they fit.
-
-        Parameters
-        ----------
-        quota
-            Most bytes on disk; None for no limit.
-        """
-        self._quota.set_limit(quota)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -184,19 +167,14 @@ class FileStore(Store):
 
     def _write(self, number: int, header: bytes, views: list[memoryview | FrameStream], counts: Counters) -> Receipt:
         start = self._codecs.clock()
-        plain_nbytes = encoded_nbytes(len(header), [view.nbytes for view in views])
-        scarce = self._quota.is_scarce(plain_nbytes, _SCARCE)
-        writer = RecordWriter(header, views, self._codecs, scarce, self._clock, counts)
-        reservation = self._quota.reserve(writer.expected_nbytes)
+        writer = RecordWriter(header, views, self._codecs, self._clock, counts)
         directory = self._directory
         file = NewFile(directory.fd, str(number), directory.unlink, self._check_open)
         try:
-            receipt = writer.write(number, file, reservation)
-            self._register(receipt, reservation)
+            receipt = writer.write(number, file)
+            self._register(receipt)
         except BaseException as exc:
-            # First the bytes, then the promise: the other way round two writers could exceed it.
             file.discard()
-            reservation.release()
             if isinstance(exc, OSError) and not isinstance(exc, StorageError):
                 if exc.errno in _NO_DIRECTORY and directory.gone:
                     raise self._start_anew(directory) from exc
@@ -228,13 +206,13 @@ class FileStore(Store):
             )
         raise self._closed_error()
 
-    def _register(self, receipt: Receipt, reservation: Reservation) -> None:
+    def _register(self, receipt: Receipt) -> None:
         with self._section:
             closed = self._closed
             if not closed:
                 self._records[receipt.number] = receipt
+                self._nbytes += receipt.nbytes
                 self._payload_nbytes += receipt.payload_nbytes
-                reservation.commit()
         if closed:
             raise self._closed_error()
 
@@ -275,7 +253,6 @@ class FileStore(Store):
         )
 
     def _write_error(self, exc: OSError) -> StorageError:
-        used, _ = self._quota.levels()
         if exc.errno not in _NO_SPACE:
             return StorageError(exc.errno, f"writing to {self.path} failed: {exc.strerror or exc}")
         try:
@@ -285,7 +262,7 @@ class FileStore(Store):
             free = "an unknown number of bytes"
         return StorageFull(
             exc.errno,
-            f"no room for a record in {self.path} ({exc.strerror}): {used:,} bytes in use by this "
+            f"no room for a record in {self.path} ({exc.strerror}): {self._nbytes:,} bytes in use by this "
             f"store, {free} free on its file system. Free space there, or choose a directory on a "
             f"larger disk ({self._named}). The value stays in memory",
         )
@@ -382,9 +359,7 @@ class FileStore(Store):
         except OSError as exc:
             counts = Counters(delete_failures=1)
             self._log_once(f"Could not remove {self.path_of(receipt)}: {exc}")
-        if counts.deletes:
-            self._quota.give_back(receipt.nbytes)
-        self._end(counts)
+        self._end(counts, receipt.nbytes if counts.deletes else 0)
 
     @visit
     def close(self) -> None:
@@ -407,16 +382,16 @@ class FileStore(Store):
             # it is emptied, and its descriptor may be another directory's a moment later.
             self._active += 1
         try:
-            self._quota.give_back(used)
             if not idle:
                 self._directory.empty()
         finally:
-            self._end(Counters())
+            self._end(Counters(), used)
 
-    def _end(self, counts: Counters) -> None:
+    def _end(self, counts: Counters, gone_nbytes: int = 0) -> None:
         """Leave an operation; the last one to leave a closed store turns off the light."""
         with self._section as nested:
             self._counts.add(counts)
+            self._nbytes -= gone_nbytes
             self._active -= 1
             last = self._closed and not self._active and not nested
         if last:
@@ -440,27 +415,22 @@ class FileStore(Store):
     def statistics(self) -> StoreStatistics:
         """Return a consistent snapshot. No I/O."""
         with self._section:
-            used, reserved = self._quota.levels()
             return StoreStatistics(
                 records=len(self._records),
-                nbytes=used,
+                nbytes=self._nbytes,
                 payload_nbytes=self._payload_nbytes,
-                reserved_nbytes=reserved,
-                quota=self._quota.limit,
                 **self._counts.sum().as_dict(),
             )
 
     def validate(self) -> None:
-        """Check registry, quota and directory against each other. For tests, and while idle."""
+        """Check registry, counters and directory against each other. For tests, and while idle."""
         super().validate()
         with self._section:
             assert self._active == 0, self._active
             records = dict(self._records)
-            payload_nbytes = self._payload_nbytes
+            used, payload_nbytes = self._nbytes, self._payload_nbytes
             failed = self._counts.sum().delete_failures
             closed = self._closed
-        used, reserved = self._quota.levels()
-        assert reserved == 0, reserved
         assert payload_nbytes == sum(r.payload_nbytes for r in records.values())
         held = sum(receipt.nbytes for receipt in records.values())
         assert used == held or (failed and used > held), (used, held)

@@ -46,7 +46,6 @@ __all__ = [
     "claimed_parts",
     "decode_record",
     "digest",
-    "encoded_nbytes",
     "flat",
     "whole_pages",
 ]
@@ -120,30 +119,6 @@ def whole_pages(nbytes: int) -> int:
 
 def _gap(offset: int) -> int:
     return -offset % ALIGNMENT
-
-
-def _footer_nbytes(header_nbytes: int, n_frames: int, codec_names: Iterable[str]) -> int:
-    return 17 * n_frames + len("\0".join(codec_names).encode()) + header_nbytes + _TAIL.size
-
-
-def encoded_nbytes(header_nbytes: int, stored: Iterable[int], codec_names: Iterable[str] = ()) -> int:
-    """Return the size in bytes of a record, without making it.
-
-    Parameters
-    ----------
-    header_nbytes
-        Size of the header, bytes.
-    stored
-        Size of each frame as it will be stored, bytes.
-    codec_names
-        The codecs used, each once.
-    """
-    offset = n_frames = 0
-    for nbytes in stored:
-        n_frames += 1
-        if nbytes:
-            offset += _gap(offset) + nbytes
-    return offset + _footer_nbytes(header_nbytes, n_frames, codec_names)
 
 
 class RecordEncoder:
@@ -298,7 +273,7 @@ def claimed_parts(footer: memoryview, stored_nbytes: int) -> list[int] | None:
         one frame, or if the footer makes no sense: :func:`decode_record` says why.
     """
     n_frames = _TAIL.unpack_from(footer, footer.nbytes - _TAIL.size)[2] if footer.nbytes >= _TAIL.size else 0
-    if n_frames < 2 or footer.nbytes < _footer_nbytes(0, n_frames, ()):
+    if n_frames < 2 or footer.nbytes < 17 * n_frames + _TAIL.size:
         return None
     parts: list[int] = []
     offset = 0

@@ -12,20 +12,17 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage.base import Allocate, FrameStream, Receipt
-from gpuspill.storage.codecs import PLAIN, Choice, Codec, CodecChooser
+from gpuspill.storage.codecs import PLAIN, Codec, CodecChooser
 from gpuspill.storage.counters import Counters
 from gpuspill.storage.inplace import open_in_place
 from gpuspill.storage.mapped import MAP_FROM_NBYTES, map_file
-from gpuspill.storage.quota import Reservation
 from gpuspill.storage.record import (
-    ALIGNMENT,
     PayloadHash,
     RecordEncoder,
     StoredFrame,
     claimed_parts,
     decode_record,
     digest,
-    encoded_nbytes,
     flat,
     whole_pages,
 )
@@ -60,8 +57,6 @@ class RecordWriter:
         Flat bytes, or streams of them, which are stored as they are.
     codecs
         Decides how to store each frame.
-    scarce
-        The quota is nearly used up.
     clock
         Wall time in seconds.
     counts
@@ -78,7 +73,6 @@ class RecordWriter:
         header: bytes,
         frames: Sequence[memoryview | FrameStream],
         codecs: CodecChooser,
-        scarce: bool,
         clock: Callable[[], float],
         counts: Counters,
     ) -> None:
@@ -92,23 +86,15 @@ class RecordWriter:
         begin = header[:_KIND_NBYTES]
         kinds: list[Hashable] = [(begin, place, frame.nbytes.bit_length()) for place, frame in enumerate(frames)]
         self._frames = [
-            (frame, PLAIN if isinstance(frame, FrameStream) else codecs.choose(frame, scarce=scarce, kind=kind), kind)
+            (frame, PLAIN if isinstance(frame, FrameStream) else codecs.choose(frame, kind=kind), kind)
             for frame, kind in zip(frames, kinds, strict=True)
         ]
         counts.compress_seconds += clock() - start
         self._unseen = next((frame for frame in frames if isinstance(frame, FrameStream) and frame.past_host), None)
         if len(frames) > 1:
             self._unseen = None  # its place would have to be a whole page
-        #: How large the record will be, in bytes: exact if nothing is to be compressed.
-        self.expected_nbytes = encoded_nbytes(
-            len(header),
-            [_expected_nbytes(frame, choice) for frame, choice, _ in self._frames],
-            {choice.codec.name for _, choice, _ in self._frames if choice.codec is not None},
-        )
-        if self._unseen is not None:
-            self.expected_nbytes += whole_pages(self._unseen.nbytes) - self._unseen.nbytes
 
-    def write(self, number: int, file: NewFile, reservation: Reservation) -> Receipt:
+    def write(self, number: int, file: NewFile) -> Receipt:
         """Write everything and give the file its name.
 
         Parameters
@@ -117,20 +103,14 @@ class RecordWriter:
             Of the record.
         file
             Where to write. The caller discards it if this raises.
-        reservation
-            Of `expected_nbytes`. Grown before more is written than it covers, and at the end of
-            exactly the record's size.
 
         Raises
         ------
         OSError
             As the system reports it.
-        QuotaExceeded
-            Frames shrank less than expected, and the record does not fit any more.
         """
         clock, counts = self._clock, self._counts
         encoder = RecordEncoder()
-        reserved = self.expected_nbytes
         pending: list[memoryview] = []
         waiting = 0
         unseen = self._unseen is not None and self._pass_by(self._unseen, encoder, file)
@@ -149,9 +129,6 @@ class RecordWriter:
                 if compressed is not None:
                     data, codec = compressed, choice.codec.name
                     counts.compressed_frames += 1
-                # Another size is another padding, too.
-                reserved += data.nbytes - _expected_nbytes(frame, choice) + ALIGNMENT
-                reservation.resize(reserved)
             pending += encoder.start(data.nbytes, frame.nbytes, codec)
             while data.nbytes:
                 piece, data = data[: _FLUSH_NBYTES - waiting], data[_FLUSH_NBYTES - waiting :]
@@ -162,8 +139,6 @@ class RecordWriter:
                     waiting = 0
         pending = self._hash(file, encoder, pending)
         footer = encoder.finish(self._header)
-        nbytes = encoder.stored_nbytes + len(footer)
-        reservation.resize(nbytes)
         pending.append(memoryview(footer))
         self._append(file, pending)
         start, cpu = clock(), self._codecs.clock()
@@ -172,7 +147,7 @@ class RecordWriter:
         self.cpu += self._codecs.clock() - cpu
         return Receipt(
             number=number,
-            nbytes=nbytes,
+            nbytes=encoder.stored_nbytes + len(footer),
             payload_nbytes=encoder.payload_nbytes,
             stored_nbytes=encoder.stored_nbytes,
             checksum=encoder.checksum,
@@ -448,7 +423,3 @@ def _pieces(parts: list[memoryview]) -> Iterator[list[memoryview]]:
                 pieces, left = [], _PIECE_NBYTES
     if pieces:
         yield pieces
-
-
-def _expected_nbytes(frame: memoryview | FrameStream, choice: Choice) -> int:
-    return frame.nbytes if choice.codec is None else int(frame.nbytes * choice.ratio)

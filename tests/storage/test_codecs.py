@@ -87,18 +87,12 @@ class TestBestChoice:
 
     def test_no_samples(self):
         assert best_choice([], 1.0, 1.0) == PLAIN
-        assert best_choice([], 1.0, 1.0, scarce=True) == PLAIN
-
-    @pytest.mark.parametrize(("ratio", "pays"), [(0.1, True), (0.89, True), (0.9, False), (1.1, False)])
-    def test_scarce_space_counts_for_more_than_time(self, ratio, pays):
-        assert (best_choice([lz4(ratio)], 25 * GB, 25 * GB, scarce=True).codec is CODEC) is pays
 
     def test_fastest_of_several(self):
         small = Sample(Codec("zstd", bytes, bytes), 0.3, 0.3 * GB, 1 * GB)
         # The slower the disk, the more a smaller result is worth.
         assert best_choice([lz4(0.5), small], 300 * MB, 300 * MB).codec is CODEC
         assert best_choice([lz4(0.5), small], 50 * MB, 50 * MB).codec is small.codec
-        assert best_choice([lz4(0.5), small], 50 * GB, 50 * GB, scarce=True).codec is small.codec
 
     @settings(deadline=None)
     @given(
@@ -184,7 +178,7 @@ class TestCodecChooser:
     def test_off(self, setting):
         codec = FakeCodec(Clock())
         chooser = CodecChooser(setting, {"lz4": codec})
-        assert chooser.choose(FRAME, scarce=True) == PLAIN
+        assert chooser.choose(FRAME) == PLAIN
         assert codec.calls == []
 
     @pytest.mark.parametrize("setting", ["lz5", "", True, 3, "AUTO"])
@@ -240,7 +234,7 @@ class TestCodecChooser:
     def test_auto_without_codecs(self):
         chooser = CodecChooser("auto", {})
         chooser.observe_write(2**30, 1000.0)
-        assert chooser.choose(FRAME, scarce=True) == PLAIN
+        assert chooser.choose(FRAME) == PLAIN
 
     def make_auto(self, disk, **kwargs):
         clock = Clock()
@@ -273,12 +267,6 @@ class TestCodecChooser:
         chooser = CodecChooser("auto", {"lz4": codec})
         assert chooser.choose(FRAME) == PLAIN
         assert codec.calls == []
-
-    def test_auto_when_the_quota_is_nearly_used_up(self):
-        chooser, _ = self.make_auto(25 * GB)
-        assert chooser.choose(FRAME) == PLAIN
-        assert chooser.choose(FRAME, scarce=True).codec.name == "lz4"
-        assert chooser.choose(FRAME) == PLAIN
 
     def test_auto_follows_the_disk(self):
         chooser, _ = self.make_auto(2.5 * GB)
@@ -350,11 +338,6 @@ class TestCodecChooser:
         assert chooser.choose(FRAME, kind="unknown").ratio == 0.25
         assert codec.calls == []
 
-    def test_space_that_is_scarce_is_worth_a_sample(self):
-        chooser, codec = self.make_spent()
-        assert chooser.choose(FRAME, kind="unknown", scarce=True).codec.name == "lz4"
-        assert codec.calls
-
     def test_a_codec_by_name_is_always_tried(self):
         clock = Clock()
         codec = FakeCodec(clock, compress_rate=1 * MB)
@@ -417,9 +400,9 @@ class TestInAStore:
         kinds = []
 
         class Chooser(CodecChooser):
-            def choose(self, frame, *, scarce=False, kind=None):
+            def choose(self, frame, *, kind=None):
                 kinds.append(kind)
-                return super().choose(frame, scarce=scarce, kind=kind)
+                return super().choose(frame, kind=kind)
 
         with FileStore(tmp_path, codecs=Chooser()) as store:
             for header, nbytes in [(b"a", 1000), (b"a", 1001), (b"b", 1000), (b"a", 4000)]:
@@ -469,16 +452,6 @@ class TestInAStore:
             receipt = store.write(b"", [bytes(100_000)])
             assert receipt.stored_nbytes == 100_000
             assert bytes(store.read(receipt)[1][0]) == bytes(100_000)
-            store.validate()
-
-    def test_scarce_quota_makes_auto_compress(self, tmp_path, codec):
-        with FileStore(tmp_path, quota=1_000_000, codecs=CodecChooser("auto", {"zlib": codec})) as store:
-            receipts = [store.write(b"", [bytes(300_000)]) for _ in range(10)]
-            sizes = [receipt.nbytes for receipt in receipts]
-            # Plain while there is room; without compression the fourth would have failed.
-            assert sizes[0] > 300_000
-            assert sizes[-1] < 10_000
-            assert all(bytes(store.read(receipt)[1][0]) == bytes(300_000) for receipt in receipts)
             store.validate()
 
     def test_many_compressed_frames_are_not_all_held(self, tmp_path, monkeypatch):

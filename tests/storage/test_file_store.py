@@ -16,7 +16,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from gpuspill.errors import QuotaExceeded, RecordCorrupt, RecordLost, StorageError, StorageFull
+from gpuspill.errors import RecordCorrupt, RecordLost, StorageError, StorageFull
 from gpuspill.storage import record_io
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.codecs import Codec, CodecChooser
@@ -81,30 +81,6 @@ class TestSizes:
         calls.clear()
         store.delete(receipt)
         assert calls == ["stat", "unlink"]
-
-    def test_quota_counts_everything_in_the_file(self, tmp_path):
-        with FileStore(tmp_path) as store:
-            nbytes = store.write(b"header", [b"x" * 1000, b"y"]).nbytes
-        with FileStore(tmp_path, quota=nbytes) as store:
-            receipt = store.write(b"header", [b"x" * 1000, b"y"])
-            with pytest.raises(QuotaExceeded, match="raise the quota"):
-                store.write(b"", [])
-            store.delete(receipt)
-        with FileStore(tmp_path, quota=nbytes - 1) as store:
-            with pytest.raises(QuotaExceeded):
-                store.write(b"header", [b"x" * 1000, b"y"])
-            assert files(store) == []
-
-    def test_quota_can_be_changed(self, store):
-        receipt = store.write(b"", [bytes(10_000)])
-        store.set_quota(10_000)
-        with pytest.raises(QuotaExceeded):
-            store.write(b"", [])
-        assert contents(store.read(receipt)) == (b"", [bytes(10_000)])
-        assert store.statistics().quota == 10_000
-        store.set_quota(None)
-        store.write(b"", [bytes(10_000)])
-        store.validate()
 
     @pytest.mark.skipif(
         not os.environ.get("GPUSPILL_TEST_LARGE"), reason="writes 2.1 GB; set GPUSPILL_TEST_LARGE=1 to run it"
@@ -599,13 +575,6 @@ class TestStreams:
         store.validate()
         assert contents(store.read(store.write(b"h", [b"before", stream]))) == (b"h", [b"before", bytes(stream.read())])
 
-    def test_the_quota_is_asked_before_a_piece_comes(self, tmp_path):
-        with FileStore(tmp_path, quota=2000) as store:
-            stream = Pieces(bytes(1000), bytes(1000))
-            stream.between = lambda number: pytest.fail("a piece was asked for")
-            with pytest.raises(QuotaExceeded):
-                store.write(b"", [stream])
-
     def test_closed_between_two_pieces(self, tmp_path):
         store = FileStore(tmp_path)
         stream = Pieces(*[bytes(1000)] * 4)
@@ -621,7 +590,7 @@ class TestFailures:
     @pytest.mark.parametrize("partial", [False, True])
     @pytest.mark.parametrize("nth", range(1, 7))
     def test_disk_full_at_any_call(self, tmp_path, monkeypatch, nth, partial, number):
-        with FileStore(tmp_path, quota=10**7) as store:
+        with FileStore(tmp_path) as store:
             kept = store.write(b"", [b"kept"])
             # Five calls' worth of buffers, and the footer.
             frames = [bytes(500)] * 2400
@@ -634,7 +603,7 @@ class TestFailures:
                 assert part in str(info.value)
             assert files(store) == [str(kept.number)]
             stats = store.statistics()
-            assert (stats.nbytes, stats.reserved_nbytes, stats.write_failures) == (kept.nbytes, 0, 1)
+            assert (stats.nbytes, stats.write_failures) == (kept.nbytes, 1)
             store.validate()
             # The next one succeeds.
             receipt = store.write(b"", frames)
@@ -678,7 +647,7 @@ class TestFailures:
 
     @pytest.mark.fault("error of the disk", on="release", outcome="never raises; counted against the limit")
     def test_delete_never_raises(self, tmp_path, monkeypatch, caplog):
-        with FileStore(tmp_path, quota=1000) as store:
+        with FileStore(tmp_path) as store:
             receipts = [store.write(b"", [b"x"]) for _ in range(3)]
             unlink = os.unlink
             monkeypatch.setattr(os, "unlink", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
@@ -721,32 +690,6 @@ class TestFailures:
         fail_nth(monkeypatch, "statvfs", 1, errno.EIO)
         with pytest.raises(StorageFull, match="an unknown number of bytes free"):
             store.write(b"", [b"x"])
-
-    def test_frames_that_shrink_less_than_the_sample_promised(self, tmp_path):
-        # The sample halves, the frame does not shrink: at the brink of the quota that is one byte too many.
-        frame = bytes(200_000)
-        codec = Codec("half", lambda d: bytes(d)[: len(d) // 2] if len(d) < 100_000 else bytes(d), bytes)
-        chooser = CodecChooser("half", {"half": codec})
-        with FileStore(tmp_path, quota=150_000, codecs=chooser) as store:
-            with pytest.raises(QuotaExceeded):
-                store.write(b"", [frame])
-            assert files(store) == []
-            store.validate()
-
-    def test_no_more_is_written_than_the_quota_covers(self, tmp_path, monkeypatch):
-        # The sample promises next to nothing, and each frame shrinks by a fifth only: the promise has to grow with
-        # them, or the disk fills before the quota is looked at again.
-        monkeypatch.setattr("gpuspill.storage.record_io._FLUSH_NBYTES", 1)
-        writev, written = os.writev, []
-        monkeypatch.setattr(os, "writev", lambda fd, bufs: written.append(sum(map(len, bufs))) or writev(fd, bufs))
-        codec = Codec("fifth", lambda d: bytes(len(d) * 4 // 5 if len(d) > 50_000 else 1), bytes)
-        chooser = CodecChooser("fifth", {"fifth": codec})
-        with FileStore(tmp_path, quota=200_000, codecs=chooser) as store:
-            with pytest.raises(QuotaExceeded):
-                store.write(b"", [bytes(60_000)] * 20)
-            assert 0 < sum(written) <= 200_000
-            assert files(store) == []
-            store.validate()
 
 
 class TestConcurrency:
@@ -874,37 +817,8 @@ class TestConcurrency:
             store.write(b"", [b"fast"])
             store.delete(other)
             assert store.statistics().records == 1
-            assert store.statistics().reserved_nbytes > 0
             go_on.set()
             assert contents(store.read(future.result(60))) == (b"", [b"slow"])
-
-    def test_writers_at_the_brink_of_the_quota(self, tmp_path):
-        with FileStore(tmp_path) as store:
-            nbytes = store.write(b"", [bytes(10_000)]).nbytes
-        with FileStore(tmp_path, quota=3 * nbytes) as store:
-            barrier = threading.Barrier(8)
-            most = []
-
-            def work(_):
-                barrier.wait(60)
-                written = 0
-                for _ in range(10):
-                    try:
-                        receipt = store.write(b"", [bytes(10_000)])
-                    except QuotaExceeded:
-                        continue
-                    written += 1
-                    # What is really there, not what the store believes.
-                    with os.scandir(store.path) as entries:
-                        most.append(sum(1 for entry in entries if entry.name.isdigit()))
-                    store.delete(receipt)
-                return written
-
-            with ThreadPoolExecutor(8) as pool:
-                assert sum(pool.map(work, range(8))) == len(most) > 0
-            assert max(most) <= 3
-            assert store.statistics().nbytes == 0
-            store.validate()
 
     def test_no_lock_is_held_in_callbacks(self, tmp_path):
         # Each of them uses the store from another thread, and waits for it.

@@ -29,21 +29,11 @@ class TestFileStore(StoreTests):
         with FileStore(tmp_path) as store:
             yield store
 
-    @pytest.fixture
-    def quota_store(self, tmp_path):
-        with FileStore(tmp_path, quota=100_000) as store:
-            yield store
-
 
 class TestCompressingFileStore(StoreTests):
     @pytest.fixture
     def store(self, tmp_path):
         with FileStore(tmp_path, codecs=always_compress()) as store:
-            yield store
-
-    @pytest.fixture
-    def quota_store(self, tmp_path):
-        with FileStore(tmp_path, quota=100_000, codecs=always_compress()) as store:
             yield store
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gpuspill.errors import QuotaExceeded, RecordCorrupt, RecordLost, StorageError, StorageFull
+from gpuspill.errors import RecordCorrupt, RecordLost, StorageError, StorageFull
 from gpuspill.storage.base import FrameStream, Lend
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.inplace import FileMemory
@@ -117,16 +117,6 @@ def test_beside_other_frames_it_is_hashed(store):
     assert [bytes(frame) for frame in store.read(receipt)[1]] == [b"first", DATA]
 
 
-def test_the_quota_has_room_for_whole_pages(store):
-    nbytes = store.write(b"header", [Unseen()]).nbytes
-    store.set_quota(2 * nbytes - 1)
-    with pytest.raises(QuotaExceeded):
-        store.write(b"header", [Unseen()])
-    store.set_quota(2 * nbytes)
-    store.write(b"header", [Unseen()])
-    assert store.statistics().nbytes == 2 * nbytes
-
-
 @pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, StorageFull), (errno.EIO, StorageError)])
 def test_a_disk_without_room_says_so_first(store, monkeypatch, number, error):
     def refuse(fd, offset, nbytes):
@@ -137,7 +127,7 @@ def test_a_disk_without_room_says_so_first(store, monkeypatch, number, error):
         store.write(b"", [Unseen(during=pytest.fail)])
     assert caught.value.errno == number
     assert os.listdir(store.path) == ["lock"]
-    assert store.statistics().reserved_nbytes == 0
+    assert store.statistics().nbytes == 0
 
 
 def test_a_file_system_that_allocates_nothing_in_advance(store, monkeypatch):

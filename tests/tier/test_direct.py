@@ -13,7 +13,7 @@ import pytest
 
 from gpuspill import simulated
 from gpuspill.device.port import CopyPlan, DeviceError
-from gpuspill.errors import DataLostError
+from gpuspill.errors import DataLostError, QuotaExceeded
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
@@ -96,7 +96,7 @@ class Rig:
         self.host.limits.set_limit(None, None)
         self.tier.manager.limits.set_limit(None, None)
         deadline = time.monotonic() + 60
-        while self.files.statistics().reserved_nbytes or self.host._metadata.state.spilling:
+        while self.host._metadata.state.disk.reserved or self.host._metadata.state.spilling:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -105,7 +105,6 @@ class Rig:
         self.host.validate()
         self.device.validate()
         assert self.host._metadata.state.disk.reserved == 0
-        assert self.files.statistics().reserved_nbytes == 0
         assert len(self.records()) == self.files.statistics().records
         assert self.device.statistics().copies_in_flight == 0
         assert self.device.statistics().violations == 0
@@ -373,13 +372,17 @@ def test_so_it_does_if_the_file_cannot_be_made(rig, monkeypatch, name):
     np.testing.assert_array_equal(asnumpy(rig.get("x")), numbers())
 
 
+def refuse(header, frames):
+    raise QuotaExceeded("it does not fit")
+
+
 @pytest.mark.fault("disk limit used up", on="host→disk", outcome="stays in memory, tried again")
 @pytest.mark.parametrize("who", ["the manager", "the store"])
-def test_beyond_the_quota_it_is_kept_in_memory(make, who):
+def test_beyond_the_quota_it_is_kept_in_memory(make, monkeypatch, who):
     """There is nothing else left to do: what is on the device has to leave, and the disk may not be used."""
     rig = make(disk_limit=UNIT if who == "the manager" else None)
     if who == "the store":
-        rig.files.set_quota(UNIT)
+        monkeypatch.setattr(rig.files, "write", refuse)
     with rig.host.admission.pin(["filler"]):
         rig.put("x", asarray(numbers()))
         assert rig.leave() == UNIT

@@ -18,7 +18,7 @@ from gpuspill.simulated import asarray, asnumpy
 from gpuspill.testing.fake_files import FakeFiles
 from gpuspill.testing.stores import Gate
 from tests.threads import in_thread
-from tests.tier.test_direct import FILLER, HEADER, Rig, making, straight
+from tests.tier.test_direct import FILLER, HEADER, Rig, making, refuse, straight
 
 PAGE = 4096
 #: Not whole pages.
@@ -159,10 +159,10 @@ def test_a_disk_that_is_full(rig, monkeypatch):
 
 
 @pytest.mark.parametrize("who", ["the manager", "the store"])
-def test_beyond_the_quota_it_is_kept_in_memory(make, who):
+def test_beyond_the_quota_it_is_kept_in_memory(make, monkeypatch, who):
     rig = make(disk_limit=UNIT if who == "the manager" else None)
     if who == "the store":
-        rig.files.set_quota(UNIT)
+        monkeypatch.setattr(rig.files, "write", refuse)
     with rig.host.admission.pin(["filler"]):
         rig.put("x", asarray(numbers()))
         assert rig.leave() == UNIT
