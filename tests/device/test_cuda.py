@@ -122,10 +122,14 @@ def test_which_libraries_are_missing():
                 __import__(name)
 
 
-def test_a_library_that_cannot_be_imported_is_reported(machine):
+def test_a_library_that_cannot_be_imported_is_reported(machine, caplog):
     machine.setattr(cuda, "CudaDriver", fail(ImportError("librmm.so: cannot open shared object file")))
     with pytest.raises(ConfigError, match=r"librmm\.so"):
         open_device()
+    with caplog.at_level(logging.WARNING, "gpuspill"):
+        assert find_device(Settings.load(device="auto")) is None
+    (record,) = caplog.records
+    assert "librmm.so" in record.getMessage()
 
 
 def test_the_process_has_one_device(machine):

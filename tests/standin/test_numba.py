@@ -122,6 +122,28 @@ def test_an_address_that_comes_again_is_another_unit(rig, cuda):
         assert rig.get(number).copy_to_host()[0] == number
 
 
+def test_an_address_that_comes_again_while_other_code_refers_to_the_old_memory(rig, cuda):
+    """Numba frees memory with the last of those that own it: that an object of it is there says nothing."""
+    array = cuda.to_device(np.full(1000, 1.0))
+    rig.put("old", array)
+    address, kept = array.device_ctypes_pointer.value, array.gpu_data.owner
+    del array
+    rig.to_host()
+    free(cuda)
+    for _ in range(20):
+        other = cuda.to_device(np.full(1000, 5.0))
+        if other.device_ctypes_pointer.value == address:
+            break
+    assert other.device_ctypes_pointer.value == address
+    rig.put("new", other)
+    del other
+    assert rig.tier.statistics().units == 2
+    rig.to_host()
+    assert rig.get("old").copy_to_host()[0] == 1.0
+    assert rig.get("new").copy_to_host()[0] == 5.0
+    del kept
+
+
 def test_an_address_that_comes_again_while_the_old_arrays_memory_lingers(rig, cuda, standin):
     """A view that the store does not know keeps the memory; it is counted, and never taken for another value's."""
     array = cuda.to_device(np.full(1000, 1.0))

@@ -106,3 +106,26 @@ def test_the_whole_device_is_waited_for_if_a_stream_gives_no_event(fill_and_leav
     monkeypatch.setattr(type(rig.device), "produced", lambda self, stream: None)
     assert (fill_and_leave("non-blocking", told=True) == 7).all()
     assert rig.calls == [1, 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["legacy", "per-thread", "blocking"])
+def test_memory_that_is_dropped_is_given_out_again_after_the_work_that_was_enqueued_for_it(fill_and_leave, kind):
+    """A task drops an array with work in flight. What comes to the same address is not overwritten by that."""
+    from numba import cuda
+
+    rig, producer = fill_and_leave.rig, Producer(kind)
+    for byte in (1, 2):
+        rig.put(byte, cuda.to_device(np.full(NBYTES, byte, np.uint8)))
+    cuda.current_context().memory_manager.deallocations.clear()
+    rig.device.synchronize()
+    rig.to_host()
+    dropped = rig.get(1)
+    with rig.standin.held():
+        producer.fill(dropped, 7)
+        del dropped, rig.skeletons[1]
+        gc.collect()
+        rig.tier.settle()
+        found = rig.get(2)
+    rig.device.synchronize()
+    np.testing.assert_array_equal(found.copy_to_host(), np.full(NBYTES, 2, np.uint8))
+    producer.close()
