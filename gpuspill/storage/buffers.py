@@ -51,8 +51,6 @@ class BufferStatistics:
     ----------
     hits, misses
         Pooled allocations that were served from idle memory, and that needed new memory.
-    small
-        Allocations too small to pool.
     idle_nbytes, idle_buffers
         Memory waiting to be used again.
     lent_nbytes, lent_buffers
@@ -65,7 +63,6 @@ class BufferStatistics:
 
     hits: int
     misses: int
-    small: int
     idle_nbytes: int
     idle_buffers: int
     lent_nbytes: int
@@ -123,7 +120,7 @@ class BufferPool:
         self._on_death = _callback(weakref.ref(self))
         # Guards numbers that nothing is decided by. Reentrant: a finalizer may come in between.
         self._counting = forks.lock()
-        self._hits = self._misses = self._small = self._trimmed_nbytes = 0
+        self._hits = self._misses = self._trimmed_nbytes = 0
         # Two threads at once may lose the larger of two: it is an observation, and the next is
         # near.
         self._peak_idle_nbytes = 0
@@ -165,8 +162,6 @@ class BufferPool:
             The system has none, even after all idle memory was given back.
         """
         if nbytes <= SMALL_NBYTES:
-            with self._counting:
-                self._small += 1
             return _small(nbytes)
         size = size_class(nbytes)
         mapping = self._reuse(size)
@@ -220,7 +215,6 @@ class BufferPool:
             return BufferStatistics(
                 hits=self._hits,
                 misses=self._misses,
-                small=self._small,
                 idle_nbytes=self.idle_nbytes,
                 idle_buffers=sum(len(self._idle[size]) for size in sizes),
                 lent_nbytes=sum(lease.nbytes for lease in lent),

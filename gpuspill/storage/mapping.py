@@ -203,7 +203,7 @@ class MappingStore(Store):
             raise RecordLost(f"{where} has {data.nbytes:,} bytes of {receipt.nbytes:,}")
         start = self._clock()
         payload, footer = data[: receipt.stored_nbytes], data[receipt.stored_nbytes :]
-        header, stored = decode_record([payload], footer, receipt.checksum, where)
+        header, stored = decode_record(payload, footer, receipt.checksum, where)
         counts.checksum_seconds = self._clock() - start
         frames = []
         for frame in stored:

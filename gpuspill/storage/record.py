@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import xxhash
@@ -252,13 +252,8 @@ class PayloadHash:
         self._hash.update(piece)
         self.nbytes += piece.nbytes
 
-    def finish(self, payload: Iterable[memoryview], rest: memoryview, *, hashed: bool) -> int:
-        """Return the checksum of the payload, what was not fed of it included if `hashed`, and of `rest`."""
-        fed = self.nbytes
-        for part in payload if hashed else ():
-            if fed < part.nbytes:
-                self.feed(part[fed:])
-            fed = max(0, fed - part.nbytes)
+    def finish(self, rest: memoryview) -> int:
+        """Return the checksum of the payload and of `rest`."""
         self._hash.update(rest)
         return self._hash.intdigest()
 
@@ -284,7 +279,7 @@ def claimed_parts(footer: memoryview, stored_nbytes: int) -> list[int] | None:
 
 
 def decode_record(
-    payload: Sequence[memoryview],
+    payload: memoryview | list[memoryview],
     footer: memoryview,
     checksum: int | None = None,
     where: str = "record",
@@ -297,8 +292,8 @@ def decode_record(
     Parameters
     ----------
     payload
-        The part of the record before the footer: in one piece, or each frame by itself, with the
-        padding before it.
+        The part of the record before the footer: in one piece, or its frames as
+        :func:`claimed_parts` has them, if `seen` hashed all of it.
     footer
         What :meth:`RecordEncoder.finish` returned.
     checksum
@@ -308,12 +303,12 @@ def decode_record(
     hashed
         As the encoder said. If not, `payload` is not looked at, and only its length is checked.
     seen
-        What of `payload` was hashed already; by default nothing.
+        What of the payload was hashed already; by default nothing.
 
     Returns
     -------
     header, frames
-        The frames are views of `payload`, or parts of it.
+        The frames are views of `payload`, or its members.
 
     Raises
     ------
@@ -325,7 +320,10 @@ def decode_record(
     (stored_nbytes, header_nbytes, n_frames, names_nbytes, version, magic, written) = _TAIL.unpack_from(
         footer, footer.nbytes - _TAIL.size
     )
-    found = (PayloadHash() if seen is None else seen).finish(payload, footer[: -_CHECKSUM.size], hashed=hashed)
+    seen = PayloadHash() if seen is None else seen
+    if hashed and not isinstance(payload, list):
+        seen.feed(payload[seen.nbytes :])
+    found = seen.finish(footer[: -_CHECKSUM.size])
     if checksum is None:
         checksum = written
     if not found == written == checksum:
@@ -341,27 +339,31 @@ def decode_record(
         raise RecordCorrupt(f"{where}: not a record of version {expected} (magic {magic!r}, version {version})")
     names_at = 17 * n_frames
     header_at = names_at + names_nbytes
-    payload_nbytes = sum(part.nbytes for part in payload)
+    payload_nbytes = seen.nbytes if isinstance(payload, list) else payload.nbytes
     if (stored_nbytes, header_at + header_nbytes + _TAIL.size) != (payload_nbytes, footer.nbytes):
         raise RecordCorrupt(
             f"{where}: {payload_nbytes} + {footer.nbytes} bytes, but its lengths add up to "
             f"{stored_nbytes} + {header_at + header_nbytes + _TAIL.size}"
         )
-    lengths = struct.unpack_from(f"<{2 * n_frames}Q", footer)
     names = [None, *bytes(footer[names_at:header_at]).decode(errors="backslashreplace").split("\0")]
     header = bytes(footer[header_at : header_at + header_nbytes])
+    lengths = struct.unpack_from(f"<{2 * n_frames}Q", footer)
+    raw, stored, numbers = lengths[:n_frames], lengths[n_frames:], footer[16 * n_frames : names_at]
+    frames = payload if isinstance(payload, list) else _views(payload, stored)
+    if [frame.nbytes for frame in frames] != list(stored) or max(numbers, default=0) >= len(names):
+        raise RecordCorrupt(f"{where}: a frame lies outside the record, or has a codec without a name")
+    return header, [
+        StoredFrame(frame, nbytes, names[number]) for frame, nbytes, number in zip(frames, raw, numbers, strict=True)
+    ]
 
-    frames: list[StoredFrame] = []
+
+def _views(payload: memoryview, stored: Iterable[int]) -> list[memoryview]:
+    """Return the frames of so many bytes each in a payload; of fewer, where it ends before."""
+    frames = []
     offset = 0
-    apart = iter(payload[1::2]) if len(payload) > 1 else None
-    for raw_nbytes, nbytes, number in zip(
-        lengths[:n_frames], lengths[n_frames:], footer[16 * n_frames : names_at], strict=True
-    ):
+    for nbytes in stored:
         if nbytes:
             offset += _gap(offset)
-        if offset + nbytes > stored_nbytes or number >= len(names):
-            raise RecordCorrupt(f"{where}: frame {len(frames)} lies outside the record")
-        data = payload[0][offset : offset + nbytes] if apart is None else next(apart)
-        frames.append(StoredFrame(data, raw_nbytes, names[number]))
+        frames.append(payload[offset : offset + nbytes])
         offset += nbytes
-    return header, frames
+    return frames

@@ -40,6 +40,8 @@ _FLUSH_NBYTES = 32 * 2**20
 #: cache when it is hashed (second-level caches have 1 to 2 MiB), and not so small that the calls
 #: count.
 _PIECE_NBYTES = 512 * 2**10
+#: Frames up to this size are read together, and copied: less work than a buffer for each in one call.
+_TOGETHER_NBYTES = 64 * 2**10
 #: Of a header, to tell what kind of value it is of.
 _KIND_NBYTES = 32
 #: What says that the file is not there (or something else is), rather than that it cannot be read now.
@@ -280,7 +282,7 @@ class RecordReader:
         return self._decode(*self._load(directory_fd, name))
 
     def _decode(
-        self, payload: list[memoryview], footer: memoryview, seen: PayloadHash | None = None
+        self, payload: memoryview | list[memoryview], footer: memoryview, seen: PayloadHash | None = None
     ) -> tuple[bytes, list[memoryview]]:
         clock, counts, receipt = self._clock, self._counts, self._receipt
         start = clock()
@@ -305,7 +307,7 @@ class RecordReader:
         counts.read_seconds += clock() - start
         if record is None:
             return None
-        return self._decode([record[: receipt.stored_nbytes]], record[receipt.stored_nbytes :])
+        return self._decode(record[: receipt.stored_nbytes], record[receipt.stored_nbytes :])
 
     def lend(self, directory_fd: int, name: str) -> tuple[bytes, list[memoryview]] | None:
         """Return header and frames as :class:`~gpuspill.storage.inplace.FileMemory`, unread; None if not possible.
@@ -319,9 +321,9 @@ class RecordReader:
         start = self._clock()
         parts = open_in_place(directory_fd, name, receipt.stored_nbytes, receipt.nbytes)
         self._counts.read_seconds += self._clock() - start
-        return None if parts is None else self._decode([parts[0]], parts[1])
+        return None if parts is None else self._decode(parts[0], parts[1])
 
-    def _load(self, directory_fd: int, name: str) -> tuple[list[memoryview], memoryview, PayloadHash]:
+    def _load(self, directory_fd: int, name: str) -> tuple[memoryview | list[memoryview], memoryview, PayloadHash]:
         """Return the payload as :func:`decode_record` takes it, the footer, and the hash of what was read in pieces."""
         receipt, where = self._receipt, self._where
         seen = PayloadHash()
@@ -342,7 +344,7 @@ class RecordReader:
         self.cpu += self._codecs.clock() - cpu
         return payload, footer, seen
 
-    def _read(self, fd: int, seen: PayloadHash) -> tuple[int, list[memoryview], memoryview]:
+    def _read(self, fd: int, seen: PayloadHash) -> tuple[int, memoryview | list[memoryview], memoryview]:
         """Return payload and footer, and the bytes there were, one more than that if the file goes on."""
         receipt = self._receipt
         stored = receipt.stored_nbytes
@@ -353,43 +355,64 @@ class RecordReader:
             payload = self._allocate(stored) if stored else memoryview(b"")
             nbytes = read_all(fd, [payload, end], receipt.nbytes)
             lengths = claimed_parts(footer, stored) if receipt.hashed else None
-            return nbytes, [payload] if lengths is None else self._apart(payload, lengths, seen), footer
+            if lengths is None or nbytes < receipt.nbytes:
+                return nbytes, payload, footer
+            self._feed([payload], seen)
+            return nbytes, self._apart(payload, lengths), footer
         # What the frames take is needed first, so that each of them has memory of its own.
         after = read_all(fd, [end], footer.nbytes, start=stored)
         lengths = claimed_parts(footer, stored)
-        parts = (
-            [self._allocate(stored)]
-            if lengths is None
-            # For the padding, too; it goes when it was hashed.
-            else [self._allocate(n) if place % 2 else memoryview(bytearray(n)) for place, n in enumerate(lengths)]
-        )
+        if lengths is None:
+            payload = self._allocate(stored)
+            nbytes = self._fill(fd, [payload], 0, seen)
+            return nbytes + (after if nbytes == stored else 0), payload, footer
+        frames: list[memoryview] = []
+        together: memoryview | None = None
+        nbytes = 0
+        for run in _runs(lengths):
+            if len(run) == 2:
+                parts = [memoryview(bytearray(run[0])), self._allocate(run[1])]
+            else:
+                if together is None:
+                    together = self._allocate(_PIECE_NBYTES)
+                parts = [together[: sum(run)]]
+            moved = self._fill(fd, parts, nbytes, seen)
+            nbytes += moved
+            if moved < sum(run):
+                return nbytes, frames, footer
+            frames += parts[1:] or self._apart(parts[0], run)
+        return nbytes + after, frames, footer
+
+    def _fill(self, fd: int, parts: list[memoryview], start: int, seen: PayloadHash) -> int:
+        """Fill memory from byte `start` of a file on, hash it, and return how many bytes there were."""
         nbytes = 0
         for pieces in _pieces(parts):
             wanted = sum(piece.nbytes for piece in pieces)
-            moved = read_all(fd, pieces, start=nbytes)
+            moved = read_all(fd, pieces, start=start + nbytes)
             nbytes += moved
             if moved < wanted:
-                return nbytes, parts, footer
-            start, cpu = self._clock(), self._codecs.clock()
-            for piece in pieces:
-                seen.feed(piece)
-            self._counts.checksum_seconds += self._clock() - start
-            self.cpu -= self._codecs.clock() - cpu  # all of reading is added at the end
-        return nbytes + after, parts, footer
+                break
+            self._feed(pieces, seen)
+        return nbytes
 
-    def _apart(self, payload: memoryview, lengths: list[int], seen: PayloadHash) -> list[memoryview]:
-        """Give each frame of a small record memory of its own: who keeps one must not keep all."""
-        seen.feed(payload)
-        parts = []
+    def _feed(self, pieces: list[memoryview], seen: PayloadHash) -> None:
+        start, cpu = self._clock(), self._codecs.clock()
+        for piece in pieces:
+            seen.feed(piece)
+        self._counts.checksum_seconds += self._clock() - start
+        self.cpu -= self._codecs.clock() - cpu  # all of reading is added at the end
+
+    def _apart(self, payload: memoryview, lengths: list[int]) -> list[memoryview]:
+        """Give each frame memory of its own: who keeps one must not keep all."""
+        frames = []
         offset = 0
-        for place, nbytes in enumerate(lengths):
-            part = payload[offset : offset + nbytes]
-            if place % 2:
-                part = self._allocate(nbytes)
-                part[:] = payload[offset : offset + nbytes]
-            parts.append(part)
+        for gap, nbytes in zip(lengths[::2], lengths[1::2], strict=True):
+            frame = self._allocate(nbytes)
+            offset += gap
+            frame[:] = payload[offset : offset + nbytes]
             offset += nbytes
-        return parts
+            frames.append(frame)
+        return frames
 
     def _decompress(self, frame: StoredFrame, name: str) -> memoryview:
         where = self._where
@@ -407,6 +430,24 @@ class RecordReader:
         buffer = self._allocate(frame.raw_nbytes)
         buffer[:] = data
         return buffer
+
+
+def _runs(lengths: list[int]) -> Iterator[list[int]]:
+    """Yield neighbours in what :func:`claimed_parts` returned that are read together; a large frame by itself."""
+    run: list[int] = []
+    nbytes = 0
+    for gap, frame in zip(lengths[::2], lengths[1::2], strict=True):
+        large = frame > _TOGETHER_NBYTES
+        if run and (large or nbytes + gap + frame > _PIECE_NBYTES):
+            yield run
+            run, nbytes = [], 0
+        run += gap, frame
+        nbytes += gap + frame
+        if large:
+            yield run
+            run, nbytes = [], 0
+    if run:
+        yield run
 
 
 def _pieces(parts: list[memoryview]) -> Iterator[list[memoryview]]:

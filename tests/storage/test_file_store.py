@@ -6,6 +6,7 @@ import itertools
 import logging
 import mmap
 import os
+import random
 import shutil
 import threading
 import weakref
@@ -374,6 +375,34 @@ class TestPieces:
         frames = [os.urandom(nbytes) for nbytes in (3, self.PIECE - 3, 0, 1, 2 * self.PIECE, 100)]
         receipt = store.write(b"header", frames)
         assert contents(store.read(receipt)) == (b"header", frames)
+
+    @pytest.mark.parametrize("nbytes", [100, 1000])
+    def test_small_frames_are_read_together(self, store, nbytes, monkeypatch):
+        """The system, and the checksum, see few pieces; each frame has memory of its own even so."""
+        receipt = store.write(b"header", [i.to_bytes(2, "little") * (nbytes // 2) for i in range(1000)])
+        preadv, buffers = os.preadv, []
+        hashed = []
+        feed = record_io.PayloadHash.feed
+        monkeypatch.setattr(os, "preadv", lambda fd, into, at: buffers.extend(into) or preadv(fd, into, at))
+        monkeypatch.setattr(record_io.PayloadHash, "feed", lambda self, piece: hashed.append(1) or feed(self, piece))
+        _, frames = store.read(receipt)
+        assert [bytes(frame) for frame in frames] == [i.to_bytes(2, "little") * (nbytes // 2) for i in range(1000)]
+        assert len({id(frame.obj) for frame in frames}) == 1000
+        assert len(buffers) <= 4
+        assert len(hashed) <= 4
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_frames_of_any_size_side_by_side(self, store, seed):
+        """Frames are read together, alone or in pieces; none of them notices."""
+        rand = random.Random(seed)
+        around = (0, 1, 63, 64, 1000, record_io._TOGETHER_NBYTES, self.PIECE)
+        frames = [rand.randbytes(max(0, rand.choice(around) + rand.randint(-1, 1))) for _ in range(rand.randint(2, 30))]
+        receipt = store.write(b"header", frames)
+        assert contents(store.read(receipt)) == (b"header", frames)
+        position = rand.randrange(receipt.stored_nbytes)
+        os.truncate(store.path_of(receipt), position)
+        with pytest.raises(RecordLost, match=f"has {position:,} bytes"):
+            store.read(receipt)
 
     @pytest.mark.parametrize("position", [0, PIECE - 1, PIECE, 2 * PIECE - 1, 2 * PIECE, 3 * PIECE + 9, -1, -20, -100])
     def test_damage(self, store, position):

@@ -38,7 +38,7 @@ def encode(header, frames, codecs=None):
 
 
 def decode(payload, footer, checksum=None):
-    return decode_record([memoryview(payload)], memoryview(footer), checksum)
+    return decode_record(memoryview(payload), memoryview(footer), checksum)
 
 
 @settings(deadline=None)

@@ -193,6 +193,6 @@ def test_one_kind_is_not_taken_for_the_other():
     payload = memoryview(bytes(PAGE))
     footers = {True: memoryview(seen.finish(b"")), False: memoryview(unseen.finish(b""))}
     for hashed, footer in footers.items():
-        assert len(decode_record([payload], footer, hashed=hashed)[1]) == 1
+        assert len(decode_record(payload, footer, hashed=hashed)[1]) == 1
         with pytest.raises(RecordCorrupt):
-            decode_record([payload], footer, hashed=not hashed)
+            decode_record(payload, footer, hashed=not hashed)
