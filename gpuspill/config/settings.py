@@ -343,9 +343,11 @@ def _factory(group: str) -> Any:
                     found = registered[word].load()
                 else:
                     found = getattr(importlib.import_module(module), attribute)
-            except (ImportError, AttributeError) as error:
+            except Exception as error:  # a module may raise anything
                 option = name.replace("_", "-")
-                raise ConfigError(f"gpuspill.{option}: {value!r} cannot be imported: {error}") from error
+                raise ConfigError(
+                    f"gpuspill.{option}: {value!r} cannot be imported: {type(error).__name__}: {error}"
+                ) from error
         if not callable(found):
             raise _fail(name, value, expected)
         return found  # type: ignore[no-any-return]

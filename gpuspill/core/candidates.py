@@ -38,6 +38,8 @@ class Candidates:
         ``small_below(limit)`` tells below how many bytes a value is small.
     policy
         Makes the eviction policy from the table of values; None: :class:`~gpuspill.core.policy.NextUsePolicy`.
+    failed
+        Called once, with what such a policy has done wrong.
 
     Attributes
     ----------
@@ -59,10 +61,11 @@ class Candidates:
         held: Callable[[int], bool],
         small_below: Callable[[int | None], int] = lambda _: 0,
         policy: MakePolicy | None = None,
+        failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._small_below = small_below
         self._small = 0
-        self.queue = EvictionQueue(ledger.entries, policy)
+        self.queue = EvictionQueue(ledger.entries, policy, failed)
         self.uses = NextUse()
         self.relieved = 0
         self._keys = ledger.keys

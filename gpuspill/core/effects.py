@@ -29,6 +29,8 @@ class Effects:
     loosened
         Proxies of memory that no value has any more once what is dropped is gone; then
         :meth:`SpillState.loosen <gpuspill.core.state.SpillState.loosen>`.
+    failures
+        What an eviction policy of others has done wrong.
     """
 
     dropped: list[int] = field(default_factory=list)
@@ -36,14 +38,15 @@ class Effects:
     granted: list[Reservation] = field(default_factory=list)
     forgotten: dict[int, Entry] = field(default_factory=dict)
     loosened: list[int] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.dropped or self.deleted or self.granted or self.forgotten or self.loosened)
+        return bool(self.dropped or self.deleted or self.granted or self.forgotten or self.loosened or self.failures)
 
     def take(self) -> Effects:
         """Return what was collected, once."""
-        taken = Effects(self.dropped, self.deleted, self.granted, self.forgotten, self.loosened)
-        self.dropped, self.deleted, self.granted, self.forgotten, self.loosened = [], [], [], {}, []
+        taken = Effects(self.dropped, self.deleted, self.granted, self.forgotten, self.loosened, self.failures)
+        self.dropped, self.deleted, self.granted, self.forgotten, self.loosened, self.failures = [], [], [], {}, [], []
         return taken
 
 

@@ -39,6 +39,8 @@ class EvictionQueue:
         The table of values; see :class:`~gpuspill.core.recency.Recent`.
     policy
         Makes another order of those that are not small.
+    failed
+        Called once, with what that order has done wrong.
 
     Attributes
     ----------
@@ -52,12 +54,17 @@ class EvictionQueue:
     As fast as the policy. Not thread-safe.
     """
 
-    def __init__(self, entries: Mapping[int, HasTurns], policy: MakePolicy | None = None) -> None:
+    def __init__(
+        self,
+        entries: Mapping[int, HasTurns],
+        policy: MakePolicy | None = None,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         self.policy: NextUsePolicy | GuardedPolicy
         if policy is None:
             self.policy = NextUsePolicy(entries)
         else:
-            self.policy = GuardedPolicy(policy(MappingProxyType(entries)))
+            self.policy = GuardedPolicy(policy(MappingProxyType(entries)), failed)
         self._entries = entries
         self._small = Recent(entries)
         self.small_nbytes = 0
@@ -65,11 +72,6 @@ class EvictionQueue:
 
     def __len__(self) -> int:
         return len(self.policy) + len(self._small)
-
-    @property
-    def failure(self) -> Exception | None:
-        """What a policy of others has done wrong; None while it works."""
-        return self.policy.failure if isinstance(self.policy, GuardedPolicy) else None
 
     @property
     def large(self) -> int:

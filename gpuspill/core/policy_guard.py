@@ -20,22 +20,23 @@ class GuardedPolicy(EvictionPolicy):
     ----------
     policy
         The other one.
+    failed
+        Called once, with what it has done wrong.
 
     Attributes
     ----------
     policy
         As given.
-    failure
-        What it has done wrong; None while it works.
 
     Notes
     -----
     O(1) beside what the other one takes.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, failed: Callable[[Exception], None]) -> None:
         self.policy = policy
-        self.failure: Exception | None = None
+        self._failed = failed
+        self._works = True
         self._inside: dict[int, None] = {}  # by last use
         self._grace = 0
 
@@ -50,12 +51,16 @@ class GuardedPolicy(EvictionPolicy):
         self._ask(setattr, self.policy, "grace", count)
 
     def _ask(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.failure is None:
+        if self._works:
             try:
                 return method(*args, **kwargs)
             except Exception as error:
-                self.failure = error
+                self._fail(error)
         return None
+
+    def _fail(self, error: Exception) -> None:
+        self._works = False
+        self._failed(error)
 
     def insert(
         self, vid: int, order: Order | None = None, *, dead: bool = False, clean: bool = False, first: bool = False
@@ -87,10 +92,10 @@ class GuardedPolicy(EvictionPolicy):
     def first(self) -> int | None:
         """Return the value that goes next."""
         found = self._ask(self.policy.first)
-        if self.failure is None:
+        if self._works:
             if (found is None and not self._inside) or (isinstance(found, int) and found in self._inside):
                 return found
-            self.failure = ValueError(f"first() returned {found!r}; {len(self._inside)} values are in, not that one")
+            self._fail(ValueError(f"first() returned {found!r}; {len(self._inside)} values are in, not that one"))
         return next(iter(self._inside), None)
 
     def __contains__(self, vid: object) -> bool:

@@ -107,7 +107,9 @@ class SpillState:
         ledger = self.ledger = Ledger(make_entry, entries)
         read_ahead = self.read_ahead = ReadAhead()
         charges = self.charges = Charges(memory)
-        candidates = self.candidates = Candidates(ledger, held, small_below, policy)
+        candidates = self.candidates = Candidates(
+            ledger, held, small_below, policy, lambda error: effects.failures.append(error)
+        )
         records = self._records = Records(disk_limit, keep_clean, ledger, candidates, effects, counters, block_nbytes)
         lifetimes = self._lifetimes = Lifetimes(ledger, charges, candidates, records, read_ahead, effects, counters)
         room = self._room = Room(charges, candidates, lifetimes, effects, counters)

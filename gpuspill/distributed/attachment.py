@@ -27,7 +27,7 @@ from gpuspill.distributed.askers import Askers
 from gpuspill.distributed.dashboard import show_worker
 from gpuspill.distributed.dask_cuda import adopted_options
 from gpuspill.distributed.devices import device_limit
-from gpuspill.distributed.factory import build_store, check_compression
+from gpuspill.distributed.factory import build_store, check_settings
 from gpuspill.distributed.hints import Hints
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.memory import MemoryFollower
@@ -465,15 +465,15 @@ def data(**options: object) -> tuple[Callable[..., SpillStore], dict[str, Any]]:
     Raises
     ------
     ConfigError
-        An option cannot be used, no worker can know what ``distributed.worker.memory.spill-compression`` names, or
-        this Python runs without its global lock.
+        An option cannot be used, no worker can know what ``distributed.worker.memory.spill-compression`` names,
+        ``eviction_policy`` makes no policy (one is made to see), or this Python runs without its global lock.
 
     Examples
     --------
     >>> cluster = LocalCluster(memory_limit="4 GiB", data=gpuspill.data(host_limit="1 GiB"))  # doctest: +SKIP
     """
     _check_interpreter()
-    check_compression(Settings.load(**options))
+    check_settings(Settings.load(**options))
     return create, {"options": options}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import ExitStack
 from typing import Any
 
 import dask.config
@@ -33,7 +34,7 @@ from gpuspill.storage.processors import Processors
 from gpuspill.storage.wrappers import DelayedStore
 from gpuspill.tier import DeviceTier
 
-__all__ = ["build_store", "check_compression"]
+__all__ = ["build_store", "check_settings"]
 
 logger = logging.getLogger("gpuspill")
 
@@ -58,9 +59,8 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     Raises
     ------
     ConfigError
-        The compression is unknown or not installed, the device or GPUDirect Storage cannot be had, or what
-        ``gpuspill.store`` made is no store, or ``gpuspill.eviction-policy`` no policy. What making them raises is
-        passed on.
+        The compression is unknown or not installed, the device or GPUDirect Storage cannot be had, or
+        ``gpuspill.store`` failed or made no store, or ``gpuspill.eviction-policy`` no policy. Nothing is left open.
     StorageError
         The directory cannot be written to.
     """
@@ -68,53 +68,60 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     policy = None if settings.eviction_policy is None else _checked(settings.eviction_policy)
     past_host = find_past_host(settings, device, settings.spill_directory or directory)
     metrics = Metrics()
-    files = _records(settings, settings.spill_directory or directory, metrics)
-    tells = isinstance(files, FileStore | MappingStore)
-    if settings.storage_delay:
-        files = DelayedStore(files, settings.storage_delay)
-    pool = BufferPool(settings.buffer_pool)
+    with ExitStack() as undo:
+        files = _records(settings, settings.spill_directory or directory, metrics)
+        undo.callback(files.close)
+        tells = isinstance(files, FileStore | MappingStore)
+        if settings.storage_delay:
+            files = DelayedStore(files, settings.storage_delay)
+        pool = BufferPool(settings.buffer_pool)
 
-    def observe(label: str, value: float, unit: str, /) -> None:
-        # Stores of gpuspill's own tell of disk I/O themselves, without the time in codecs and checksums.
-        if not (tells and label.startswith("disk-")):
-            metrics(label, value, unit)
+        def observe(label: str, value: float, unit: str, /) -> None:
+            # Stores of gpuspill's own tell of disk I/O themselves, without the time in codecs and checksums.
+            if not (tells and label.startswith("disk-")):
+                metrics(label, value, unit)
 
-    records = AdoptingStore(files, metrics)
-    manager = ProxifyManager(
-        limit=None,
-        store=PatientStore(records),
-        serializer=DaskSerializer(),
-        sizeof=measure,
-        allocate=pool.allocate,
-        observer=observe,
-        shared=shared_memory,
-        keep_clean=settings.clean_copies,
-        policy=policy,
-        spill_threads=settings.spill_threads,
-        restore_threads=settings.restore_threads,
-        spill_timeout=settings.spill_timeout,
-        name=name,
-    )
-    tier = None
-    if device is not None:
-        limit = device_limit(settings, device)
-        noted = claim(device, limit)
-        tier = DeviceTier(
-            device,
-            manager,
-            limit=limit,
-            closed=None if noted is None else noted.release,
-            families=DeviceFamilies(),
+        records = AdoptingStore(files, metrics)
+        manager = ProxifyManager(
+            limit=None,
+            store=PatientStore(records),
+            serializer=DaskSerializer(),
+            sizeof=measure,
             allocate=pool.allocate,
-            past_host=past_host,
-            pinned_limit=settings.pinned_memory,
+            observer=observe,
+            shared=shared_memory,
+            keep_clean=settings.clean_copies,
             policy=policy,
             spill_threads=settings.spill_threads,
             restore_threads=settings.restore_threads,
             spill_timeout=settings.spill_timeout,
             name=name,
         )
-    return SpillStore(manager, metrics, settings=settings, pool=pool, records=records, tier=tier)
+        undo.pop_all()
+        undo.callback(manager.close)
+        tier = None
+        if device is not None:
+            limit = device_limit(settings, device)
+            noted = claim(device, limit)
+            if noted is not None:
+                undo.callback(noted.release)
+            tier = DeviceTier(
+                device,
+                manager,
+                limit=limit,
+                closed=None if noted is None else noted.release,
+                families=DeviceFamilies(),
+                allocate=pool.allocate,
+                past_host=past_host,
+                pinned_limit=settings.pinned_memory,
+                policy=policy,
+                spill_threads=settings.spill_threads,
+                restore_threads=settings.restore_threads,
+                spill_timeout=settings.spill_timeout,
+                name=name,
+            )
+        undo.pop_all()
+        return SpillStore(manager, metrics, settings=settings, pool=pool, records=records, tier=tier)
 
 
 def _warn_of_memory(directory: str) -> None:
@@ -140,9 +147,14 @@ def _records(settings: Settings, directory: str, metrics: Metrics) -> Store:
             metrics=metrics,
             sweep=False,  # takes as long as there are leftovers; attaching does it in the background
         )
-    made = settings.store(directory)
+    made = _made("store", settings.store, directory)
     if isinstance(made, Store):
-        return _readable(made, settings.store)
+        try:
+            _check_calls("store", settings.store, made, Store)
+        except ConfigError:
+            made.close()
+            raise
+        return made
     if isinstance(made, MutableMapping):
         return MappingStore(made, metrics=metrics)
     raise ConfigError(
@@ -151,36 +163,60 @@ def _records(settings: Settings, directory: str, metrics: Metrics) -> Store:
     )
 
 
-def _readable(store: Store, made_by: object) -> Store:
-    """Return the store, unless it reads by an older contract, which would fail when the first value comes back."""
+def _made(setting: str, make: Callable[[Any], Any], argument: object) -> Any:
+    """Return what a function of the user's makes. ConfigError, which names the setting, for whatever it raises."""
     try:
-        inspect.signature(store.read).bind(None, None, lend=None)
-    except TypeError as error:
-        store.close()
-        raise ConfigError(
-            f"gpuspill.store: {made_by!r} returned a {type(store).__qualname__} whose read() cannot be called as "
-            f"read(receipt, allocate, lend=None): {error}. See gpuspill.storage.base.Store.read"
-        ) from None
-    return store
+        return make(argument)
+    except Exception as error:
+        raise ConfigError(f"gpuspill.{setting}: {make!r} raised {type(error).__name__}: {error}") from error
+
+
+def _check_calls(setting: str, make: Callable[[Any], Any], made: object, port: type) -> None:
+    """Raise ConfigError if methods cannot be called as the port says, which would fail when the first value comes."""
+    for name in sorted(port.__abstractmethods__):  # type: ignore[attr-defined]
+        expected = inspect.signature(getattr(port, name))
+        parameters = [each.replace(annotation=each.empty) for each in expected.parameters.values()][1:]
+        try:
+            found = inspect.signature(getattr(made, name))
+        except (TypeError, ValueError):
+            continue  # not written in Python
+        try:
+            found.bind(
+                *(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD),
+                **{each.name: None for each in parameters if each.kind is each.KEYWORD_ONLY},
+            )
+        except TypeError as error:
+            shown = expected.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+            raise ConfigError(
+                f"gpuspill.{setting}: {make!r} returned a {type(made).__qualname__} whose {name}() cannot be called as "
+                f"{name}{shown}: {error}. See {port.__module__}.{port.__qualname__}.{name}"
+            ) from None
 
 
 def _checked(make: Callable[[Mapping[int, Any]], Any]) -> MakePolicy:
-    """Return the function, which says so if what it made is no policy."""
+    """Return the function, which says so if it fails or what it made is no policy."""
 
     def checked(values: Mapping[int, HasSize]) -> EvictionPolicy:
-        made = make(values)
+        made = _made("eviction-policy", make, values)
         if not isinstance(made, EvictionPolicy):
             raise ConfigError(
                 f"gpuspill.eviction-policy: {make!r} returned {type(made).__module__}.{type(made).__qualname__}; "
                 "expected a gpuspill.core.policy.EvictionPolicy"
             )
+        _check_calls("eviction-policy", make, made, EvictionPolicy)
         return made
 
     return checked
 
 
-def check_compression(settings: Settings) -> None:
-    """Raise ConfigError if what distributed says of compression, where that counts, can mean nothing on any worker."""
+def check_settings(settings: Settings) -> None:
+    """Raise ConfigError if no worker can use what is configured.
+
+    That is what distributed says of compression, where that counts, and an eviction policy: one is
+    made, for no values.
+    """
+    if settings.eviction_policy is not None:
+        _checked(settings.eviction_policy)({})
     value, setting = _compression(settings)
     if value not in (None, False, "auto") and value not in codec_names():
         names = ", ".join(map(repr, sorted(codec_names())))

@@ -118,20 +118,12 @@ class Spiller:
             pids = self.choose(state)
             pause = float("inf")
             loose = state.loose
-            failure = state.queue.failure
             # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
             # are let go at this very point, and would wait for ever if there always were something to try.
             if not pids:
                 pause = self._stalls.let_in(state)
             if not pids and state.candidates.set_aside and state.memory.over():
                 pause = min(pause, self._try_again(state, metadata.clock()))
-        if failure is not None and "policy" not in self._logged:
-            self._logged.add("policy")
-            logger.error(
-                "the eviction policy (gpuspill.eviction-policy) has failed; values leave in the order of their last "
-                "use from now on. gpuspill.testing.policy_tests.PolicyTests checks a policy",
-                exc_info=failure,
-            )
         if metadata.slots.looped_nbytes >= _COLLECT_NBYTES:
             metadata.slots.looped_nbytes = 0
             gc.collect()

@@ -318,6 +318,12 @@ class Metadata:
             receipts, nbytes = [], 0
         for admission in granted:
             admission.fulfil()
+        for failure in effects.failures:
+            logger.error(
+                "the eviction policy (gpuspill.eviction-policy) has failed; values leave in the order of their last "
+                "use from now on. gpuspill.testing.policy_tests.PolicyTests checks a policy",
+                exc_info=failure,
+            )
         loosened = effects.loosened
         if receipts or nbytes > _REAP_NBYTES:
             self._let_go(values, receipts, loosened)

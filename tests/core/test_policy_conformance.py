@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpuspill.core.policy import NextUsePolicy
 from gpuspill.core.policy_guard import GuardedPolicy
 from gpuspill.testing.policy_tests import PolicyTests
@@ -13,7 +15,7 @@ class TestNextUsePolicy(PolicyTests):
 
 class TestGuardedPolicy(PolicyTests):
     def make(values):
-        return GuardedPolicy(NextUsePolicy(values))
+        return GuardedPolicy(NextUsePolicy(values), pytest.fail)
 
 
 class FailsAtTheFirst(NextUsePolicy):
@@ -23,4 +25,4 @@ class FailsAtTheFirst(NextUsePolicy):
 
 class TestAPolicyThatHasFailed(PolicyTests):
     def make(values):
-        return GuardedPolicy(FailsAtTheFirst(values))
+        return GuardedPolicy(FailsAtTheFirst(values), lambda error: None)

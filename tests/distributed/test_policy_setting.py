@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 
@@ -19,9 +20,11 @@ from gpuspill.core.residency import Tier
 from gpuspill.device.adapters import all_adapters
 from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.wrappers import WrapperStore
+from gpuspill.testing.managers import bench
 from tests.distributed.clusters import all_spilled
 
 
@@ -130,6 +133,60 @@ def old_store(directory):
     return OldStore(FileStore(directory))
 
 
+class OldPolicy(NextUsePolicy):
+    """Is told of values by an older contract."""
+
+    def insert(self, vid, order=None, *, dead=False, clean=False):
+        super().insert(vid, order, dead=dead, clean=clean)
+
+
+def no_bucket(argument):
+    raise OSError("no such bucket")
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (dictionary, r"gpuspill.eviction-policy: .*dictionary.* returned builtins.dict; expected"),
+        (no_bucket, r"gpuspill.eviction-policy: .*no_bucket.* raised OSError: no such bucket"),
+        (
+            OldPolicy,
+            r"gpuspill.eviction-policy: .*returned a OldPolicy whose insert\(\) cannot be called as",
+        ),
+    ],
+)
+def test_a_policy_that_no_worker_can_use_is_one_error_where_the_cluster_is_made(tmp_path, policy, message):
+    with pytest.raises(ConfigError, match=message):
+        gpuspill.data(eviction_policy=policy)
+    with pytest.raises(ConfigError, match=message):
+        build_store(Settings.load(eviction_policy=policy, device="simulated"), str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_that_fails_on_the_second_tier_only_leaves_nothing_behind(tmp_path):
+    made = []
+
+    def once(values):
+        made.append(values)
+        return NextUsePolicy(values) if len(made) == 1 else no_bucket(values)
+
+    settings = Settings.load(device="simulated")
+    with pytest.raises(ConfigError, match="no such bucket"):
+        build_store(dataclasses.replace(settings, eviction_policy=once), str(tmp_path))
+    assert len(made) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_that_fails_is_told_of_by_the_call_in_which_it_does(caplog):
+    """Not by the next spill alone: a policy that takes no value may fail long before the first one."""
+    with bench(policy=Closed) as kit:
+        kit.manager.store("x", bytes(100))
+        kit.manager.store("y", bytes(100))
+    (record,) = caplog.records
+    assert "eviction policy" in record.getMessage()
+    assert record.exc_info[0] is ZeroDivisionError
+
+
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_what_no_worker_can_use_is_one_clear_error(c, s, a):
@@ -137,6 +194,8 @@ async def test_what_no_worker_can_use_is_one_clear_error(c, s, a):
         attach(a, eviction_policy=dictionary)
     with pytest.raises(ConfigError, match=r"gpuspill.store: .* returned a OldStore whose read\(\) cannot be called"):
         attach(a, store=old_store)
+    with pytest.raises(ConfigError, match=r"gpuspill.store: .*no_bucket.* raised OSError: no such bucket"):
+        attach(a, store=no_bucket)
     assert not hasattr(a, "_gpuspill")
 
 
@@ -157,12 +216,13 @@ def package(tmp_path, monkeypatch):
     sys.modules.pop("plug_in_for_tests", None)
 
 
-def test_packages_bring_stores_and_policies_by_name(package):
+def test_packages_bring_stores_and_policies_by_name(package, tmp_path):
     package(
         "from zict import File as Files\nfrom gpuspill.core.policy import NextUsePolicy as Order\n",
         stores="zipped = plug_in_for_tests:Files",
-        policies="ordered = plug_in_for_tests:Order\nbroken = plug_in_for_tests:Nothing",
+        policies="ordered = plug_in_for_tests:Order\nbroken = plug_in_for_tests:Nothing\nworse = plug_in_worse:Any",
     )
+    (tmp_path / "plug_in_worse.py").write_text("1 / 0")
     with dask.config.set({"gpuspill.store": "zipped", "gpuspill.eviction-policy": "ordered"}):
         settings = Settings.load()
     assert settings.store is zict.File
@@ -173,6 +233,8 @@ def test_packages_bring_stores_and_policies_by_name(package):
         Settings.load(eviction_policy="unordered")
     with pytest.raises(ConfigError, match=r"gpuspill.eviction-policy: 'broken' cannot be imported"):
         Settings.load(eviction_policy="broken")
+    with pytest.raises(ConfigError, match=r"gpuspill.eviction-policy: 'worse' cannot be imported: ZeroDivisionError"):
+        Settings.load(eviction_policy="worse")
 
 
 ADAPTER = """
