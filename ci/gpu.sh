@@ -3,13 +3,13 @@
 #
 # Sections: the conformance suites of the device port on CUDA and on RMM; the arrays of CuPy, Numba, PyTorch and RMM through
 # device, host, disk and back; running out of memory; a cluster (the examples); how fast the tier copies, beside a raw pinned
-# copy. What each found goes to gpu-report/report.json.
+# copy and dask-cuda's. What each found goes to gpu-report/report.json.
 #
 # PYTHON   interpreter to make the environment with (default: python3)
 # VENV     where (default: .venv-gpu)
 # WHEELS   folder with all wheels, where there is no network. On a machine with one, with the same Python:
 #            pip download -d FOLDER '.[test,demo,dashboard]' setuptools wheel cupy-cuda13x rmm-cu13 'numba-cuda[cu13]' \
-#                kvikio-cu13 nvidia-ml-py torch
+#                kvikio-cu13 nvidia-ml-py torch dask-cuda
 # CUDA     12 or 13 (default: what the driver says)
 # TORCH=0  leaves PyTorch out, which is a large download; its tests are skipped then
 # STANDIN=1  runs the same sections on the stand-in for CUDA's driver, in the environment of ci/test_cuda.sh: shows that this
@@ -52,6 +52,9 @@ else
         ci/venv.sh
         "$VENV/bin/python" -m pip install -qq --no-input --disable-pip-version-check \
             "cupy-cuda${cuda}x" "rmm-cu$cuda" "numba-cuda[cu$cuda]" "kvikio-cu$cuda" nvidia-ml-py
+        # Apart, for the bandwidth only: what else runs here is to run without it.
+        "$VENV/bin/python" -m pip install -qq --no-input --disable-pip-version-check --no-deps \
+            --target "$VENV/dask-cuda" dask-cuda || echo "dask-cuda cannot be had, so it is not measured"
         [ "${TORCH:-1}" = 0 ] || "$VENV/bin/python" -m pip install -qq --no-input --disable-pip-version-check torch
         touch "$VENV/.gpu-$cuda"
     fi
@@ -82,7 +85,7 @@ run libraries 120 "${libraries[@]}"
 run out-of-memory 90 "${memory[@]}"
 run cluster 120 "${cluster[@]}"
 echo "== bandwidth"
-PYTHONPATH=. timeout 60 "$VENV/bin/python" ci/gpu_bandwidth.py --json "$out/bandwidth.json" "${bandwidth[@]}" || status=1
+PYTHONPATH=.:$VENV/dask-cuda timeout 90 "$VENV/bin/python" ci/gpu_bandwidth.py --json "$out/bandwidth.json" "${bandwidth[@]}" || status=1
 "$VENV/bin/python" ci/gpu_report.py "$out" || status=1
 took=$((SECONDS - start))
 echo "took $took s; see $out/report.json"

@@ -1,4 +1,4 @@
-"""How fast the port copies, and the tier, beside a raw pinned copy.
+"""How fast the port copies, and the tier, beside a raw pinned copy and dask-cuda's ``DeviceHostFile``.
 
 ``ci/gpu_bandwidth.py [--json FILE] [--check]`` prints the lines that belong in docs/benchmarks.md. With --check it
 exits with 1 unless
@@ -12,6 +12,7 @@ Needs one GPU that does nothing else.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -124,7 +125,7 @@ def measure_tier(
     Values leave for pinned host memory, which is there before, and come back in the thread that reads them. Each is
     one of several allocations.
     """
-    return {f"{count} x {format_bytes(nbytes)}": _tier(device, count, nbytes, now) for count, nbytes in shapes}
+    return {_shape(count, nbytes): _tier(device, count, nbytes, now) for count, nbytes in shapes}
 
 
 def _tier(device: Device, count: int, nbytes: int, now: Clock) -> dict[str, float]:
@@ -174,6 +175,46 @@ def _tier(device: Device, count: int, nbytes: int, now: Clock) -> dict[str, floa
         "to_device": total / statistics.median(up),
         "both": 2 * total / together,
     }
+
+
+def measure_dask_cuda(
+    shapes: Sequence[tuple[int, int]] = SHAPES, now: Clock = time.perf_counter
+) -> dict[str, dict[str, float]]:
+    """Return bytes a second of what dask-cuda's ``DeviceHostFile`` does with such values; nothing without dask-cuda.
+
+    The values are lists of Numba's arrays. It moves one direction at a time.
+    """
+    try:
+        theirs: Any = importlib.import_module("dask_cuda.device_host_file")
+        numba_cuda: Any = importlib.import_module("numba.cuda")
+    except ImportError:
+        return {}
+    found = {}
+    for count, nbytes in shapes:
+        value: Any = [numba_cuda.device_array(nbytes, "u1") for _ in range(count)]
+        down, up = [], []
+        for _ in range(TIER_ROUNDS):
+            start = now()
+            moved = theirs.device_to_host(value)
+            down.append(now() - start)
+            value = None  # as there: it has left
+            numba_cuda.synchronize()
+            start = now()
+            value = theirs.host_to_device(moved)
+            numba_cuda.synchronize()
+            up.append(now() - start)
+            moved = None
+        total = count * nbytes
+        found[_shape(count, nbytes)] = {
+            "to_host": total / statistics.median(down),
+            "to_device": total / statistics.median(up),
+        }
+        value = None
+    return found
+
+
+def _shape(count: int, nbytes: int) -> str:
+    return f"{count} x {format_bytes(nbytes)}"
 
 
 def raw_copies(nbytes: int) -> dict[str, Callable[[], object]]:
@@ -226,10 +267,10 @@ def table(found: Mapping[str, Any]) -> str:
         cells = [found.get(f"{key}_{way}") for way in (*KINDS, "both")]
         shown = " | ".join("" if cell is None else f"{cell / 1e9:.1f}" for cell in cells)
         lines.append(f"| {name} | {shown} |")
-    for name, speeds in found.get("tier", {}).items():
-        lines.append(
-            f"| the tier, {name} | " + " | ".join(f"{speeds[way] / 1e9:.1f}" for way in (*KINDS, "both")) + " |"
-        )
+    for who, key in (("the tier", "tier"), ("dask-cuda's DeviceHostFile", "dask_cuda")):
+        for name, speeds in found.get(key, {}).items():
+            speed = [f"{speeds[way] / 1e9:.1f}" if way in speeds else "" for way in (*KINDS, "both")]
+            lines.append(f"| {who}, {name} | {' | '.join(speed)} |")
     lines.append("")
     lines.append(
         f"The port reaches {found['port_share']:.0%} of a raw copy; both directions move {found['both_share']:.2f} "
@@ -262,6 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     found = measure(device, raw_copies(arguments.nbytes), arguments.nbytes)
     shapes = [(count, nbytes * arguments.nbytes // NBYTES) for count, nbytes in SHAPES]
     found["tier"] = measure_tier(device, shapes)
+    found["dask_cuda"] = measure_dask_cuda(shapes)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     print(table(found))

@@ -1,9 +1,11 @@
 """What the bandwidth benchmark for GPUs computes, on a link of which the speed is known."""
 
 import gc
+import sys
+import types
 
 import pytest
-from gpu_bandwidth import measure, measure_tier, problems, table
+from gpu_bandwidth import TIER_ROUNDS, measure, measure_dask_cuda, measure_tier, problems, table
 
 from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.port import CopyPlan
@@ -64,3 +66,30 @@ def test_the_tier_is_measured_on_what_it_does():
     assert statistics.violations == 0
     assert statistics.live_bytes == statistics.pinned_bytes == 0
     assert "| the tier, 1 x 8.00 MiB | 1.0 | 1.0 |" in table(figures() | {"tier": found})
+
+
+def test_dask_cudas_way_is_measured_beside_it_if_it_is_there(monkeypatch):
+    clock, moved = ManualClock(), []
+
+    def moves(seconds):
+        def move(value):
+            moved.append(len(value))
+            clock.advance(seconds)
+            return value
+
+        return move
+
+    numba = types.ModuleType("numba.cuda")
+    numba.device_array, numba.synchronize = (lambda nbytes, dtype: bytes(nbytes)), (lambda: None)
+    theirs = types.ModuleType("dask_cuda.device_host_file")
+    theirs.device_to_host, theirs.host_to_device = moves(0.5), moves(0.25)
+    monkeypatch.setitem(sys.modules, "numba", types.ModuleType("numba"))
+    monkeypatch.setitem(sys.modules, "numba.cuda", numba)
+    monkeypatch.setitem(sys.modules, "dask_cuda", types.ModuleType("dask_cuda"))
+    monkeypatch.setitem(sys.modules, "dask_cuda.device_host_file", theirs)
+    found = figures() | {"dask_cuda": measure_dask_cuda([(4, MB)], clock.now)}
+    assert moved == [4, 4] * TIER_ROUNDS
+    assert found["dask_cuda"] == {"4 x 1.00 MiB": {"to_host": 4 * MB / 0.5, "to_device": 4 * MB / 0.25}}
+    assert "| dask-cuda's DeviceHostFile, 4 x 1.00 MiB | 0.0 | 0.0 |  |" in table(found)
+    monkeypatch.setitem(sys.modules, "dask_cuda.device_host_file", None)
+    assert measure_dask_cuda() == {}
