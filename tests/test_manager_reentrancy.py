@@ -134,6 +134,8 @@ CALLS: dict[str, Callable[[Bench], Any]] = {
     "set_offset": lambda kit: kit.manager.limits.set_offset(40),
     "evict_all": lambda kit: kit.manager.limits.evict_all() if kit.manager._metadata._depth else None,
     "make_room": lambda kit: kit.manager.limits.make_room(1),
+    "evict": lambda kit: kit.manager.limits.evict(["unknown"]),
+    "may_leave": lambda kit: sorted(kit.manager.limits.may_leave("abcdef")),
 }
 
 #: What the manager's own spills call.

@@ -19,7 +19,7 @@ It does *not* cover:
 - what a key means, tasks and their inputs: :mod:`gpuspill.distributed`.
 
 What must happen outside after an event is collected in :class:`~gpuspill.core.effects.Effects`; the caller takes them
-with :meth:`SpillState.take_effects` before it lets go of its lock, and performs them after.
+with :meth:`Effects.take <gpuspill.core.effects.Effects.take>` before it lets go of its lock, and performs them after.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any
 
 from gpuspill.core.accounting import Charges
 from gpuspill.core.admission import Room
-from gpuspill.core.budget import Budget, Kind, Reservation
+from gpuspill.core.budget import Budget, Reservation
 from gpuspill.core.candidates import Candidates
 from gpuspill.core.effects import Counters, Effects
 from gpuspill.core.ledger import Entry, Ledger
 from gpuspill.core.lifetimes import Lifetimes
-from gpuspill.core.policy import MakePolicy, Order
+from gpuspill.core.policy import MakePolicy
 from gpuspill.core.readahead import ReadAhead
 from gpuspill.core.records import Records
 from gpuspill.core.residency import Tier
@@ -77,8 +77,10 @@ class SpillState:
     ----------
     memory, disk
         What is used and promised of either.
-    ledger, charges, candidates, queue, uses, read_ahead, counters
-        The parts, to be read only.
+    candidates, spills, restores, room
+        The parts that take events of their own: what is needed when, moves, and promises of room.
+    ledger, charges, queue, uses, read_ahead, counters
+        The other parts, to be read only.
     effects
         What has to be done outside; true if there is something.
 
@@ -112,9 +114,9 @@ class SpillState:
         )
         records = self._records = Records(disk_limit, keep_clean, ledger, candidates, effects, counters, block_nbytes)
         lifetimes = self._lifetimes = Lifetimes(ledger, charges, candidates, records, read_ahead, effects, counters)
-        room = self._room = Room(charges, candidates, lifetimes, effects, counters)
-        self._spills = Spills(ledger, charges, candidates, records, lifetimes, room, counters)
-        self._restores = Restores(ledger, charges, candidates, records, lifetimes, room, read_ahead, counters)
+        room = self.room = Room(charges, candidates, lifetimes, effects, counters)
+        self.spills = Spills(ledger, charges, candidates, records, lifetimes, room, counters)
+        self.restores = Restores(ledger, charges, candidates, records, lifetimes, room, read_ahead, counters)
         self.disk = records.disk
         self.queue = candidates.queue
         self.uses = candidates.uses
@@ -159,7 +161,7 @@ class SpillState:
         self.charges.enter(entry)
         self._bind(key, entry)
         self.candidates.classify(entry)
-        self._room.balance()
+        self.room.balance()
         return entry.pid
 
     def insert_below(self, key: Hashable, nbytes: int, disk_nbytes: int) -> int:
@@ -169,7 +171,7 @@ class SpillState:
         self._records.enter(entry, disk_nbytes)
         self.charges.enter_below(entry)
         if self._bind(key, entry):
-            self._room.balance()
+            self.room.balance()
         self._records.reclaim()
         return entry.pid
 
@@ -177,7 +179,7 @@ class SpillState:
         """A record is going to be written of a value that never is in memory.
 
         Returns None if there is no room for it, see :meth:`Records.promise <gpuspill.core.records.Records.promise>`.
-        Ends in :meth:`settle_below` or :meth:`release_below`.
+        Ends in :meth:`settle_below`, or, if it was not written, in ``disk.release``, which is idempotent.
         """
         return self._records.promise(nbytes)
 
@@ -194,16 +196,12 @@ class SpillState:
         self.counters.spilled_nbytes += nbytes
         return pid
 
-    def release_below(self, reservation: Reservation) -> None:
-        """That record was not written. Idempotent."""
-        self.disk.release(reservation)
-
     def alias(self, key: Hashable, pid: int) -> None:
         """`key` holds the value of an existing proxy too."""
         entry = self.ledger.entries[pid]
         self._bind(key, entry)
         self.candidates.classify(entry)
-        self._room.balance()
+        self.room.balance()
 
     def renew(self, pid: int) -> None:
         """The value was stored anew under its key, perhaps changed: what is below no longer counts.
@@ -216,17 +214,17 @@ class SpillState:
         elif entry.resident and entry.has(Tier.DISK):
             self._records.give_up(entry)
             self.candidates.classify(entry)
-            self._room.balance()
+            self.room.balance()
 
     def remove(self, key: Hashable) -> None:
         """Forget `key`. KeyError if unknown. Its value goes when no other key, pin or move needs it."""
         self._lifetimes.release(self.ledger.unbind(key))
-        self._room.balance()
+        self.room.balance()
 
     def loosen(self, pids: Iterable[int]) -> None:
         """The values that had these parts are gone from memory: they count as any others, the first to go."""
         self._lifetimes.loosen(pids)
-        self._room.balance()
+        self.room.balance()
 
     def divide(self, pid: int, nbytes: int, parts: tuple[int, ...]) -> None:
         """A value that came back into memory turned out to keep memory alive that others may keep alive as well.
@@ -250,7 +248,7 @@ class SpillState:
         for part in parts:
             for _ in range(entry.pins):
                 self.pin(part)
-        self._room.balance()
+        self.room.balance()
 
     def correct_size(self, pid: int, nbytes: int) -> None:
         """The value turned out to take `nbytes` in memory."""
@@ -262,7 +260,7 @@ class SpillState:
         self.charges.resize(entry, nbytes)
         if listed:
             self.candidates.classify(entry)
-        self._room.balance()
+        self.room.balance()
 
     def hollow(self, pid: int, nbytes: int) -> None:
         """Most of what a value in memory has went elsewhere: what is left takes `nbytes` and never leaves.
@@ -275,7 +273,7 @@ class SpillState:
         self.charges.keep(entry)
         self.renew(pid)
         self.candidates.classify(entry)
-        self._room.balance()
+        self.room.balance()
 
     def find(self, key: Hashable) -> Entry:
         """Return the entry that `key` holds; KeyError if unknown."""
@@ -292,7 +290,7 @@ class SpillState:
     # -- use ---------------------------------------------------------------------------------------
 
     def touch(self, pid: int) -> None:
-        """Note a use. What is being written of the value then does not count, see :meth:`in_doubt`."""
+        """Note a use. What is being written of the value then does not count, see :meth:`.Spills.in_doubt`."""
         entry = self.ledger.entries[pid]
         if entry.target == Tier.DISK:
             entry.taken = True
@@ -311,7 +309,7 @@ class SpillState:
             self.charges.pin(entry)
             self.candidates.unlist(pid)
             if self.memory.line.waiting:
-                self._room.grant_waiting()  # it may have been the last thing that could make room
+                self.room.grant_waiting()  # it may have been the last thing that could make room
 
     def unpin(self, pid: int) -> None:
         """Undo one pin."""
@@ -323,87 +321,7 @@ class SpillState:
         if not entry.pins:
             self.charges.unpin(entry)
             self._lifetimes.release(entry)
-            self._room.balance()
-
-    def expect_use(self, key: Hashable, user: Hashable, order: Order) -> None:
-        """`user` is going to read `key`; a smaller `order` is sooner. The key need not exist yet."""
-        self.candidates.expect(key, user, order)
-
-    def drop_use(self, key: Hashable, user: Hashable) -> None:
-        """`user` has read `key` or never will."""
-        self.candidates.unexpect(key, user)
-
-    # -- moves: see the classes that decide --------------------------------------------------------
-
-    def next_spill(self, *, force: bool = False) -> int | None:
-        """See :meth:`Spills.next <gpuspill.core.spills.Spills.next>`."""
-        return self._spills.next(force=force)
-
-    def begin_spill(self, pid: int) -> bool:
-        """See :meth:`Spills.begin <gpuspill.core.spills.Spills.begin>`."""
-        return self._spills.begin(pid)
-
-    def reserve_record(self, pid: int, nbytes: int) -> bool:
-        """See :meth:`Spills.reserve_record <gpuspill.core.spills.Spills.reserve_record>`."""
-        return self._spills.reserve_record(pid, nbytes)
-
-    def in_doubt(self, pid: int) -> bool:
-        """See :meth:`Spills.in_doubt <gpuspill.core.spills.Spills.in_doubt>`."""
-        return self._spills.in_doubt(pid)
-
-    def doubt(self, pid: int) -> None:
-        """See :meth:`Spills.doubt <gpuspill.core.spills.Spills.doubt>`."""
-        self._spills.doubt(pid)
-
-    def complete_spill(self, pid: int, disk_nbytes: int, *, force: bool = False) -> None:
-        """See :meth:`Spills.complete <gpuspill.core.spills.Spills.complete>`."""
-        self._spills.complete(pid, disk_nbytes, force=force)
-
-    def fail_spill(self, pid: int, *, forever: bool) -> None:
-        """See :meth:`Spills.fail <gpuspill.core.spills.Spills.fail>`."""
-        self._spills.fail(pid, forever=forever)
-
-    def begin_restore(self, pid: int, reservation: Reservation | None = None) -> None:
-        """See :meth:`Restores.begin <gpuspill.core.restores.Restores.begin>`."""
-        self._restores.begin(pid, reservation)
-
-    def begin_prefetch(self, pid: int, order: Order) -> bool:
-        """See :meth:`Restores.begin_ahead <gpuspill.core.restores.Restores.begin_ahead>`."""
-        return self._restores.begin_ahead(pid, order)
-
-    def complete_restore(self, pid: int) -> None:
-        """See :meth:`Restores.complete <gpuspill.core.restores.Restores.complete>`."""
-        self._restores.complete(pid)
-
-    def fail_restore(self, pid: int, *, lost: bool) -> None:
-        """See :meth:`Restores.fail <gpuspill.core.restores.Restores.fail>`."""
-        self._restores.fail(pid, lost=lost)
-
-    # -- admission ---------------------------------------------------------------------------------
-
-    def reserve(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation:
-        """See :meth:`Room.reserve <gpuspill.core.admission.Room.reserve>`."""
-        return self._room.reserve(nbytes, kind, order)
-
-    def reserve_now(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation | None:
-        """See :meth:`Room.reserve_now <gpuspill.core.admission.Room.reserve_now>`."""
-        return self._room.reserve_now(nbytes, kind, order)
-
-    def improve(self, reservation: Reservation, order: Order) -> None:
-        """See :meth:`Room.improve <gpuspill.core.admission.Room.improve>`."""
-        self._room.improve(reservation, order)
-
-    def detach(self, reservation: Reservation) -> None:
-        """See :meth:`Room.detach <gpuspill.core.admission.Room.detach>`."""
-        self._room.detach(reservation)
-
-    def relent(self) -> None:
-        """See :meth:`Room.relent <gpuspill.core.admission.Room.relent>`."""
-        self._room.relent()
-
-    def release(self, reservation: Reservation) -> None:
-        """See :meth:`Room.release <gpuspill.core.admission.Room.release>`."""
-        self._room.release(reservation)
+            self.room.balance()
 
     def settle(self, reservation: Reservation, nbytes: int) -> None:
         """`nbytes` of a granted reservation are about to be charged by the event that follows.
@@ -411,10 +329,6 @@ class SpillState:
         Grants nothing to others; the following event does.
         """
         self.memory.settle(reservation, nbytes)
-
-    def shrink(self, reservation: Reservation, nbytes: int) -> None:
-        """See :meth:`Room.shrink <gpuspill.core.admission.Room.shrink>`."""
-        self._room.shrink(reservation, nbytes)
 
     # -- limits ------------------------------------------------------------------------------------
 
@@ -436,7 +350,7 @@ class SpillState:
     def set_offset(self, nbytes: int) -> None:
         """Set the bytes of process memory that nobody accounts for (may be negative)."""
         self.memory.offset = nbytes
-        self._room.balance()
+        self.room.balance()
 
     def retry(self, held: int = 1000, blocked: int = 1000) -> None:
         """Consider again what was set aside: the outside world may have let go of it, or the disk may have room.
@@ -449,7 +363,7 @@ class SpillState:
         """
         self.candidates.retry(held, blocked)
         # Once: between the two, those who wait would be let go although there are candidates again.
-        self._room.balance()
+        self.room.balance()
 
     # -- moves that take too long --------------------------------------------------------------------
 
@@ -462,18 +376,18 @@ class SpillState:
         if entry.target != Tier.DISK:
             raise InvalidTransition(f"proxy {pid} is not being spilled")
         self.charges.stall_spill(entry)
-        self._room.balance()
+        self.room.balance()
 
     def set_stuck(self, stuck: bool) -> None:
         """Tell whether all who write are in the middle of stalled spills, so that no candidate can make room."""
         self.charges.stuck = stuck
-        self._room.balance()
+        self.room.balance()
 
     # -- for the caller ----------------------------------------------------------------------------
 
     @property
     def pressure(self) -> bool:
-        """Whether :meth:`next_spill` may find something to do, now or after :meth:`retry`."""
+        """Whether :meth:`.Spills.next` may find something to do, now or after :meth:`retry`."""
         memory = self.memory
         if memory.line.waiting:
             return True
@@ -482,7 +396,7 @@ class SpillState:
     @property
     def stalled(self) -> int | None:
         """See :attr:`Room.stalled <gpuspill.core.admission.Room.stalled>`."""
-        return self._room.stalled
+        return self.room.stalled
 
     @property
     def loose(self) -> int:
@@ -504,10 +418,6 @@ class SpillState:
         """Bytes that those would take in memory."""
         return self.charges.spilled_nbytes
 
-    def take_effects(self) -> Effects:
-        """Return what has to be done outside, once."""
-        return self.effects.take()
-
     def validate(self) -> None:
         """Raise AssertionError if any two indices contradict each other. O(n)."""
         entries = self.ledger.entries
@@ -517,4 +427,4 @@ class SpillState:
         self._records.validate()
         self._lifetimes.validate()
         self.read_ahead.validate(lambda pid: entries[pid].charged)
-        self._room.validate()
+        self.room.validate()

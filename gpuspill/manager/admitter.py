@@ -223,7 +223,7 @@ class Admitter:
                 state.unpin(pid)
             if admission is not None and last:
                 # Now, and not before: who waits for its end may find that the inputs can make room.
-                state.release(admission.reservation)
+                state.room.release(admission.reservation)
 
     def _withdraw(self, state: SpillState, admission: Admission) -> None:
         """Under the lock: end an admission that is about to be released."""
@@ -233,7 +233,7 @@ class Admitter:
             if metadata.promises.get(key) is admission:
                 del metadata.promises[key]
         if not admission.granted:
-            state.release(admission.reservation)  # nothing has to make room for it any more
+            state.room.release(admission.reservation)  # nothing has to make room for it any more
 
     @refused("ask for room")
     def reserve(
@@ -267,7 +267,7 @@ class Admitter:
         Clean values that come first in the order of eviction make room for it.
         """
         with self._metadata as state:
-            reservation = state.reserve_now(nbytes, kind)
+            reservation = state.room.reserve_now(nbytes, kind)
             return None if reservation is None else self._hand_out(reservation, {}, dict(outputs or {}), nbytes)
 
     @skipped(None)
@@ -294,7 +294,7 @@ class Admitter:
         order: Order = (),
     ) -> Admission:
         """Under the lock: queue for room, for an output and for inputs that are pinned."""
-        reservation = self._metadata.state.reserve(inputs_nbytes + output_nbytes, kind, order)
+        reservation = self._metadata.state.room.reserve(inputs_nbytes + output_nbytes, kind, order)
         return self._hand_out(reservation, pids, outputs, output_nbytes)
 
     def _hand_out(
@@ -313,13 +313,13 @@ class Admitter:
     def improve(self, admission: Admission, order: Order) -> None:
         """It has become as urgent as `order`, if that is more urgent than before. Does nothing once it is granted."""
         with self._metadata as state:
-            state.improve(admission.reservation, order)
+            state.room.improve(admission.reservation, order)
 
     @deferred()
     def detach(self, admission: Admission) -> None:
         """Its holder may wait for others in line: they do not wait for its end."""
         with self._metadata as state:
-            state.detach(admission.reservation)
+            state.room.detach(admission.reservation)
 
     @reads
     def missing_nbytes(self, keys: Iterable[Hashable]) -> int:
@@ -359,11 +359,11 @@ class Admitter:
         """Give back what was promised for inputs that another thread has brought meanwhile."""
         if admission.reservation.nbytes > admission.output_nbytes:
             with self._metadata as state:
-                state.shrink(admission.reservation, admission.output_nbytes)
+                state.room.shrink(admission.reservation, admission.output_nbytes)
 
     @deferred()
     def give_back_output(self, admission: Admission) -> None:
         """Give back what was promised to an admission for an output."""
         with self._metadata as state:
-            state.shrink(admission.reservation, max(0, admission.reservation.nbytes - admission.output_nbytes))
+            state.room.shrink(admission.reservation, max(0, admission.reservation.nbytes - admission.output_nbytes))
             admission.output_nbytes = 0

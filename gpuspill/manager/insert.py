@@ -66,9 +66,9 @@ class Sharing:
         """Take back a value that was evicted while it was referenced. Nothing is read."""
         state = self._metadata.state
         if state.ledger.entries[pid].state is State.SPILLED:
-            state.begin_restore(pid)
+            state.restores.begin(pid)
             self._metadata.slots.attach(pid, value)
-            state.complete_restore(pid)
+            state.restores.complete(pid)
             state.renew(pid)  # its holder may have changed it, and the record was not read
             self.divide(pid, shared)
 
@@ -248,7 +248,7 @@ class Intake:
                 metadata.count_writes([receipt], raw, seconds)
         finally:
             with metadata as state:
-                state.release_below(reservation)
+                state.disk.release(reservation)
             if written is not None:
                 self._store.delete(written)
         observe_write(self._observer, receipt, seconds)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.threads import Engine
-from gpuspill.manager.transaction import Metadata, batches, deferred, refused
+from gpuspill.manager.transaction import Metadata, batches, deferred, reads, refused
 
 __all__ = ["Evictor"]
 
@@ -162,11 +162,14 @@ class Evictor:
             with self._metadata as state:
                 found = [state.ledger.keys[key] for key in batch if key in state.ledger.keys]
                 sizes = {
-                    each.pid: each.nbytes for each in found if not self._metadata.closed and state.begin_spill(each.pid)
+                    each.pid: each.nbytes
+                    for each in found
+                    if not self._metadata.closed and state.spills.begin(each.pid)
                 }
             freed += self._spill(sizes)
         return freed
 
+    @reads
     def may_leave(self, keys: Iterable[Hashable]) -> set[object]:
         """Return the keys among some whose values may leave now."""
         found: set[object] = set()

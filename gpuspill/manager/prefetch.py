@@ -44,7 +44,7 @@ class Prefetcher:
         for batch in batches(keys):
             with self._metadata as state:
                 for key in batch:
-                    state.expect_use(key, user, order)
+                    state.candidates.expect(key, user, order)
 
     @deferred()
     def drop(self, keys: Iterable[Hashable], user: Hashable) -> None:
@@ -52,7 +52,7 @@ class Prefetcher:
         for batch in batches(keys):
             with self._metadata as state:
                 for key in batch:
-                    state.drop_use(key, user)
+                    state.candidates.unexpect(key, user)
 
     @reads
     def next(self, key: Hashable) -> Order | None:
@@ -96,7 +96,9 @@ class Prefetcher:
                     if entry is None or entry.state is not State.SPILLED:
                         continue
                     order = state.uses.next(key)
-                    room = not self._metadata.closed and state.begin_prefetch(entry.pid, () if order is None else order)
+                    room = not self._metadata.closed and state.restores.begin_ahead(
+                        entry.pid, () if order is None else order
+                    )
                     if not room:
                         break
                     restore = self._metadata.slots[entry.pid].restoring = Restore()

@@ -117,7 +117,7 @@ class Restorer:
             if self._metadata.closed:
                 raise self._metadata.unreadable(key)
             self.misses += 1
-            state.begin_restore(pid, None if admission is None else admission.reservation)
+            state.restores.begin(pid, None if admission is None else admission.reservation)
         slot.restoring = Restore()
         return slot.restoring
 
@@ -302,7 +302,7 @@ class Restorer:
             future = slot.restoring
             assert future is not None
             self._metadata.slots.attach(pid, value)
-            state.complete_restore(pid)
+            state.restores.complete(pid)
             if not alive:
                 self._metadata.story.note(slot, Happened.READ, slot.nbytes)
             if left is not None and pid in state.ledger.entries:
@@ -419,7 +419,7 @@ class Restorer:
             if lost:
                 slot.loss = str(error)
                 error.add_note(self._metadata.story.told(pid))
-            state.fail_restore(pid, lost=lost)
+            state.restores.fail(pid, lost=lost)
         if lost:
             logger.error("%s", _lost(slot.key, str(error)))
         future.set_exception(answerable(error))

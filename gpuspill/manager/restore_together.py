@@ -192,7 +192,7 @@ class TogetherRestorer:
                     slot = self._metadata.slots[pid]
                     restores.append((slot.restoring, value))
                     self._metadata.slots.attach(pid, value)
-                    state.complete_restore(pid)
+                    state.restores.complete(pid)
                     if pid not in revived:
                         self._metadata.story.note(slot, Happened.READ, slot.nbytes)
                     elif pid in state.ledger.entries:

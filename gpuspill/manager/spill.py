@@ -151,7 +151,7 @@ class Spiller:
         while not pids or (chosen < self._store.together_nbytes and len(pids) < _TOGETHER):
             if nbytes and chosen >= nbytes:
                 break
-            pid = state.next_spill(force=nbytes > 0)
+            pid = state.spills.next(force=nbytes > 0)
             if pid is None:
                 break
             pids.append(pid)
@@ -247,7 +247,7 @@ class Spiller:
                     right = self._sizes.learn(slot.kind, slot.sizeof, each.raw)
                     if right != slot.whole_nbytes:
                         state.correct_size(each.pid, right)
-                if not state.reserve_record(each.pid, each.raw):
+                if not state.spills.reserve_record(each.pid, each.raw):
                     refused.append(each)
         # On leaving the block the records that were given up for these have been deleted.
         for each in refused:
@@ -296,7 +296,7 @@ class Spiller:
         if self._metadata.slots.elsewhere:
             with self._metadata as state:
                 for each in spills:
-                    state.in_doubt(each.pid)
+                    state.spills.in_doubt(each.pid)
                     each.sure = True
 
     def _complete(self, spills: Sequence[_Spill], *, force: bool) -> None:
@@ -313,7 +313,7 @@ class Spiller:
                     self._blocked.succeeded()
                     self._logged.discard("quota")
                 self._stalls.end(each.pid, state)
-                state.complete_spill(each.pid, receipt.nbytes, force=force)
+                state.spills.complete(each.pid, receipt.nbytes, force=force)
                 each.ended = True
             metadata.totals["serialize"] += sum(each.serialising for each in spills)
             metadata.count_writes(
@@ -349,7 +349,7 @@ class Spiller:
         slots = self._metadata.slots
         slot = slots[pid]
         with self._metadata as state:
-            used = state.in_doubt(pid)
+            used = state.spills.in_doubt(pid)
             if slots.elsewhere:
                 return True
             if not (used or slots.perhaps_held(slot) or slots.shares(slot)):
@@ -358,7 +358,7 @@ class Spiller:
         sure = sure and self._is_of(receipt, slot.value)
         if not sure:
             with self._metadata as state:
-                state.doubt(pid)
+                state.spills.doubt(pid)
         return sure
 
     def _is_of(self, receipt: Receipt, value: object) -> bool:
@@ -382,7 +382,7 @@ class Spiller:
         interrupted = is_for_caller(error)
         with self._metadata as state:
             # What cannot be serialised while it is being changed may be a moment later.
-            changing = state.in_doubt(pid) or self._metadata.slots.in_hand(self._metadata.slots[pid])
+            changing = state.spills.in_doubt(pid) or self._metadata.slots.in_hand(self._metadata.slots[pid])
         forever = not (interrupted or changing or isinstance(error, MemoryError | OSError))
         self._fail(pid, error, forever=forever)
         return interrupted
@@ -400,7 +400,7 @@ class Spiller:
                     self._blocked.failed(self._metadata.clock(), again=bool(state.ledger.entries[pid].refusals))
                 self._stalls.end(pid, state)
                 self._metadata.story.note(slot, Happened.NOT_WRITTEN, slot.nbytes, error or "the disk limit is used up")
-                state.fail_spill(pid, forever=forever)
+                state.spills.fail(pid, forever=forever)
 
     def _report(self, slot: Slot, error: BaseException, forever: bool) -> None:
         """Log why a value stays in memory, once of each kind. Raises nothing, whatever the value's type does."""

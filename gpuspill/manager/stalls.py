@@ -134,7 +134,7 @@ class Stalls:
         left = self._stalled_at + _PATIENCE - now
         if left > 0:
             return left
-        state.relent()
+        state.room.relent()
         return 0.0
 
     @property

@@ -269,7 +269,7 @@ class Metadata:
                 engine = self.engine
             if not (state.effects or self._deferred):
                 return
-            effects = state.take_effects()
+            effects = state.effects.take()
             values: list[object] = []
             nbytes = 0
             receipts: list[Receipt] = []

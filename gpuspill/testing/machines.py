@@ -443,16 +443,16 @@ class SpillEvents:
             return
         value = oracle.values[pid]
         if value.state is not State.SPILLING:
-            oracle.refused(InvalidTransition, lambda: state.complete_spill(pid, c.size))
-            oracle.refused(InvalidTransition, lambda: state.fail_spill(pid, forever=c.flag))
-            oracle.refused(InvalidTransition, lambda: state.reserve_record(pid, c.size))
-            oracle.refused(InvalidTransition, lambda: state.in_doubt(pid))
-            oracle.refused(InvalidTransition, lambda: state.doubt(pid))
+            oracle.refused(InvalidTransition, lambda: state.spills.complete(pid, c.size))
+            oracle.refused(InvalidTransition, lambda: state.spills.fail(pid, forever=c.flag))
+            oracle.refused(InvalidTransition, lambda: state.spills.reserve_record(pid, c.size))
+            oracle.refused(InvalidTransition, lambda: state.spills.in_doubt(pid))
+            oracle.refused(InvalidTransition, lambda: state.spills.doubt(pid))
         if value.state is not State.RESTORING:
-            oracle.refused(InvalidTransition, lambda: state.complete_restore(pid))
-            oracle.refused(InvalidTransition, lambda: state.fail_restore(pid, lost=c.flag))
+            oracle.refused(InvalidTransition, lambda: state.restores.complete(pid))
+            oracle.refused(InvalidTransition, lambda: state.restores.fail(pid, lost=c.flag))
         if value.state is not State.SPILLED:
-            oracle.refused(InvalidTransition, lambda: state.begin_restore(pid))
+            oracle.refused(InvalidTransition, lambda: state.restores.begin(pid))
         if not value.pins:
             oracle.refused(InvalidTransition, lambda: state.unpin(pid))
         oracle.refused(ValueError, lambda: state.insert("a", -1 - c.size))

@@ -232,7 +232,7 @@ class Model:
         """
         self.events += 1
         self.state.validate()
-        effects = self.state.take_effects()
+        effects = self.state.effects.take()
         values = self.values
         forgotten = set(effects.forgotten)
         assert len(forgotten) == len(effects.forgotten), "forgotten twice"

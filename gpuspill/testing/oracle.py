@@ -110,9 +110,9 @@ class Oracle(Model):
         return pid
 
     def release_below(self, reservation: Reservation) -> None:
-        """See :meth:`SpillState.release_below`."""
+        """See :meth:`Budget.release`."""
         self.arriving.pop(reservation, None)
-        self.state.release_below(reservation)
+        self.state.disk.release(reservation)
         self._judge()
 
     def _enter(self, key: Hashable, pid: int, value: ModelValue) -> None:
@@ -181,23 +181,23 @@ class Oracle(Model):
         self._judge()
 
     def expect_use(self, key: Hashable, user: Hashable, order: Order) -> None:
-        """See :meth:`SpillState.expect_use`."""
-        self.state.expect_use(key, user, order)
+        """See :meth:`Candidates.expect`."""
+        self.state.candidates.expect(key, user, order)
         self.uses.setdefault(key, {})[user] = order
         self._judge()
 
     def drop_use(self, key: Hashable, user: Hashable) -> None:
-        """See :meth:`SpillState.drop_use`."""
-        self.state.drop_use(key, user)
+        """See :meth:`Candidates.unexpect`."""
+        self.state.candidates.unexpect(key, user)
         self.uses.get(key, {}).pop(user, None)
         self._judge()
 
     # -- spilling ------------------------------------------------------------------------------------
 
     def next_spill(self, *, force: bool = False) -> int | None:
-        """See :meth:`SpillState.next_spill`."""
+        """See :meth:`Spills.next`."""
         candidates = self.where(lambda value: value.candidate)
-        pid = self.state.next_spill(force=force)
+        pid = self.state.spills.next(force=force)
         if pid is None:
             evicted = self._judge(forced=force)
             assert evicted or not (force and candidates), f"nothing had to go, but {candidates} could have"
@@ -224,10 +224,10 @@ class Oracle(Model):
         return pid
 
     def begin_spill(self, pid: int) -> bool:
-        """See :meth:`SpillState.begin_spill`."""
+        """See :meth:`Spills.begin`."""
         value = self.values[pid]
         may = value.movable and not value.barred and not value.disk and pid not in self.held
-        begun = self.state.begin_spill(pid)
+        begun = self.state.spills.begin(pid)
         assert begun or not (may and value.candidate), f"{value} could have left"
         if begun:
             assert may, f"{value} must not leave now"
@@ -236,9 +236,9 @@ class Oracle(Model):
         return begun
 
     def reserve_record(self, pid: int, nbytes: int) -> bool:
-        """See :meth:`SpillState.reserve_record`."""
+        """See :meth:`Spills.reserve_record`."""
         before = self.disk_used
-        allowed = self.state.reserve_record(pid, nbytes)
+        allowed = self.state.spills.reserve_record(pid, nbytes)
         if allowed:
             self.values[pid].record = nbytes
         self._judge()
@@ -249,8 +249,8 @@ class Oracle(Model):
         return allowed
 
     def in_doubt(self, pid: int) -> bool:
-        """See :meth:`SpillState.in_doubt`."""
-        doubtful = self.state.in_doubt(pid)
+        """See :meth:`Spills.in_doubt`."""
+        doubtful = self.state.spills.in_doubt(pid)
         value = self.values[pid]
         assert doubtful == value.taken, f"{value} was used or not, but the state says {doubtful}"
         value.taken = False
@@ -258,14 +258,14 @@ class Oracle(Model):
         return doubtful
 
     def doubt(self, pid: int) -> None:
-        """See :meth:`SpillState.doubt`."""
-        self.state.doubt(pid)
+        """See :meth:`Spills.doubt`."""
+        self.state.spills.doubt(pid)
         self.values[pid].taken = True
         self._judge()
 
     def complete_spill(self, pid: int, nbytes: int, *, force: bool = False) -> None:
-        """See :meth:`SpillState.complete_spill`."""
-        self.state.complete_spill(pid, nbytes, force=force)
+        """See :meth:`Spills.complete`."""
+        self.state.spills.complete(pid, nbytes, force=force)
         value = self.values[pid]
         value.suspect |= value.taken  # a reason to look at others first
         value.stalled = False
@@ -282,8 +282,8 @@ class Oracle(Model):
         value.renewed = value.taken = False
 
     def fail_spill(self, pid: int, *, forever: bool) -> None:
-        """See :meth:`SpillState.fail_spill`."""
-        self.state.fail_spill(pid, forever=forever)
+        """See :meth:`Spills.fail`."""
+        self.state.spills.fail(pid, forever=forever)
         value = self.values[pid]
         value.move, value.record, value.renewed, value.taken, value.stalled = "", 0, False, False, False
         value.unspillable |= forever
@@ -324,9 +324,9 @@ class Oracle(Model):
     # -- restoring -----------------------------------------------------------------------------------
 
     def begin_restore(self, pid: int, reservation: Reservation | None = None) -> None:
-        """See :meth:`SpillState.begin_restore`."""
+        """See :meth:`Restores.begin`."""
         value = self.values[pid]
-        self.state.begin_restore(pid, reservation)
+        self.state.restores.begin(pid, reservation)
         assert value.state is State.SPILLED, value
         value.move = "up"
         promise = None if reservation is None else self.promises.get(reservation)
@@ -335,12 +335,12 @@ class Oracle(Model):
         self._judge()
 
     def begin_prefetch(self, pid: int, order: Order) -> bool:
-        """See :meth:`SpillState.begin_prefetch`."""
+        """See :meth:`Restores.begin_ahead`."""
         value = self.values[pid]
         uses = {other: self.next_use(other) for other in self.values}
         clean = {other for other in self.values if self.values[other].state is State.CLEAN}
         others = self.needed()
-        begun = self.state.begin_prefetch(pid, order)
+        begun = self.state.restores.begin_ahead(pid, order)
         if begun:
             assert value.state is State.SPILLED, value
             value.move = "up"
@@ -357,8 +357,8 @@ class Oracle(Model):
         return begun
 
     def complete_restore(self, pid: int) -> None:
-        """See :meth:`SpillState.complete_restore`."""
-        self.state.complete_restore(pid)
+        """See :meth:`Restores.complete`."""
+        self.state.restores.complete(pid)
         value = self.values[pid]
         value.move, value.memory = "", True
         self.counts["restores"] += 1
@@ -367,8 +367,8 @@ class Oracle(Model):
         self._old_is_gone(value)
 
     def fail_restore(self, pid: int, *, lost: bool) -> None:
-        """See :meth:`SpillState.fail_restore`."""
-        self.state.fail_restore(pid, lost=lost)
+        """See :meth:`Restores.fail`."""
+        self.state.restores.fail(pid, lost=lost)
         value = self.values[pid]
         value.move, value.lost, value.renewed = "", lost, False
         self.counts["restore_failures"] += 1
@@ -381,8 +381,8 @@ class Oracle(Model):
     # -- admission -----------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation:
-        """See :meth:`SpillState.reserve`."""
-        reservation = self.state.reserve(nbytes, kind, order)
+        """See :meth:`Room.reserve`."""
+        reservation = self.state.room.reserve(nbytes, kind, order)
         self._ask(reservation, nbytes, kind, order)
         self._judge(asked=reservation)
         return reservation
@@ -396,10 +396,10 @@ class Oracle(Model):
         self.waiting.append(reservation)
 
     def reserve_now(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation | None:
-        """See :meth:`SpillState.reserve_now`."""
+        """See :meth:`Room.reserve_now`."""
         first = self.first()
         ahead = first is not None and (self._age_decides() or (first.order, first.kind) <= (order, kind))
-        reservation = self.state.reserve_now(nbytes, kind, order)
+        reservation = self.state.room.reserve_now(nbytes, kind, order)
         if reservation is not None:
             assert not ahead, f"{first} came first"
             assert reservation.granted
@@ -413,43 +413,43 @@ class Oracle(Model):
         return reservation
 
     def improve(self, reservation: Reservation, order: Order) -> None:
-        """See :meth:`SpillState.improve`."""
+        """See :meth:`Room.improve`."""
         promise = self.promises.get(reservation)
         if promise is not None and not promise.granted and order < promise.order:
             self._asked += 1
             promise.order, promise.number = order, self._asked
-        self.state.improve(reservation, order)
+        self.state.room.improve(reservation, order)
         self._judge()
 
     def detach(self, reservation: Reservation) -> None:
-        """See :meth:`SpillState.detach`."""
+        """See :meth:`Room.detach`."""
         if reservation in self.promises:
             self.promises[reservation].detached = True
-        self.state.detach(reservation)
+        self.state.room.detach(reservation)
         self._judge()
 
     def relent(self) -> None:
-        """See :meth:`SpillState.relent`."""
+        """See :meth:`Room.relent`."""
         waited = len(self.waiting)
         stalled = self.state.stalled is not None
-        self.state.relent()
+        self.state.room.relent()
         self._judge(relented=True)
         assert not stalled or len(self.waiting) < waited, "no one was let in, although nothing can make room"
 
     def release(self, reservation: Reservation) -> None:
-        """See :meth:`SpillState.release`."""
+        """See :meth:`Room.release`."""
         self.promises.pop(reservation, None)
         if reservation in self.waiting:
             self.waiting.remove(reservation)
-        self.state.release(reservation)
+        self.state.room.release(reservation)
         self._judge()
 
     def shrink(self, reservation: Reservation, nbytes: int) -> None:
-        """See :meth:`SpillState.shrink`."""
+        """See :meth:`Room.shrink`."""
         promise = self.promises.get(reservation)
         if promise is not None and promise.granted:
             promise.nbytes = min(promise.nbytes, nbytes)
-        self.state.shrink(reservation, nbytes)
+        self.state.room.shrink(reservation, nbytes)
         self._judge()
 
     def settle(self, reservation: Reservation, nbytes: int) -> None:
@@ -478,5 +478,5 @@ class Oracle(Model):
         """The event, a call of a method of the *state*, raises `error` and changes nothing."""
         with pytest.raises(error):
             event()
-        assert not self.state.take_effects(), "refused, but something has to be done"
+        assert not self.state.effects.take(), "refused, but something has to be done"
         self._judge()

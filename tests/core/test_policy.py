@@ -178,14 +178,14 @@ def _written_for_nothing(state: SpillState, meanwhile) -> str:
     """Write the first of three values although there is room, and return which one goes when there is none."""
     for key in "abc":
         state.insert(key, 10)
-    pid = state.next_spill(force=True)
+    pid = state.spills.next(force=True)
     assert pid == state.find("a").pid
     meanwhile(pid)
-    state.complete_spill(pid, 10)
+    state.spills.complete(pid, 10)
     assert state.find("a").resident
     state.validate()
     state.insert("d", 10)
-    chosen = state.next_spill()
+    chosen = state.spills.next()
     gone = [key for key in "abc" if not state.find(key).resident or state.find(key).pid == chosen]
     (victim,) = gone
     return victim
@@ -205,7 +205,7 @@ def _use(state: SpillState, pid: int) -> None:
         (_use, "b"),
         (lambda state, pid: state.alias("other name", pid), "b"),
         (lambda state, pid: state.renew(pid), "b"),
-        (lambda state, pid: state.expect_use("a", "task", (1.0,)), "b"),
+        (lambda state, pid: state.candidates.expect("a", "task", (1.0,)), "b"),
     ],
     ids=["nothing", "another is read", "read", "in use", "stored again", "stored anew", "needed"],
 )
@@ -225,15 +225,15 @@ def test_values_with_a_copy_below_go_first_once_they_are_used_up():
     state = SpillState(limit=30)
     for key in "abc":
         state.insert(key, 10)
-    pid = state.next_spill(force=True)
-    state.complete_spill(pid, 10)  # "a": the room is not needed any more, the record stays
+    pid = state.spills.next(force=True)
+    state.spills.complete(pid, 10)  # "a": the room is not needed any more, the record stays
     for key in "bac":
-        state.expect_use(key, "task", (1.0,))
-        state.drop_use(key, "task")
+        state.candidates.expect(key, "task", (1.0,))
+        state.candidates.unexpect(key, "task")
     state.insert("d", 10)
     assert [key for key in "abcd" if not state.find(key).resident] == ["a"]
-    state.expect_use("d", "another", (1.0,))
-    assert state.next_spill(force=True) == state.find("b").pid, "used up before c, and before d is used"
+    state.candidates.expect("d", "another", (1.0,))
+    assert state.spills.next(force=True) == state.find("b").pid, "used up before c, and before d is used"
     state.validate()
 
 
@@ -256,7 +256,7 @@ def run_state(accesses: list[int], blocks: int, capacity: int, *, known: bool) -
     pids = [state.insert(block, NBYTES) for block in range(blocks)]
     if known:
         for time, block in enumerate(accesses):
-            state.expect_use(block, time, (float(time),))
+            state.candidates.expect(block, time, (float(time),))
     spill(state)
     at_first = {block for block in range(blocks) if state.find(block).resident}
     misses = 0
@@ -264,20 +264,20 @@ def run_state(accesses: list[int], blocks: int, capacity: int, *, known: bool) -
         pid = pids[block]
         if not state.find(block).resident:
             misses += 1
-            state.begin_restore(pid)
+            state.restores.begin(pid)
             spill(state)
-            state.complete_restore(pid)
+            state.restores.complete(pid)
         state.touch(pid)
-        state.drop_use(block, time)
+        state.candidates.unexpect(block, time)
         assert state.memory.used <= capacity * NBYTES
     state.validate()
     return misses, at_first
 
 
 def spill(state: SpillState) -> None:
-    while (pid := state.next_spill()) is not None:
-        assert state.reserve_record(pid, NBYTES)
-        state.complete_spill(pid, NBYTES)
+    while (pid := state.spills.next()) is not None:
+        assert state.spills.reserve_record(pid, NBYTES)
+        state.spills.complete(pid, NBYTES)
 
 
 def belady(accesses: list[int], at_first: set[int], capacity: int) -> int:
@@ -315,11 +315,11 @@ def test_any_accesses_with_known_uses_miss_as_little_as_can_be(capacity, accesse
 def test_what_is_used_up_goes_before_what_was_never_announced():
     state = SpillState(limit=30)
     used_up, old, new = (state.insert(key, 10) for key in ("used up", "old", "new"))
-    state.expect_use("used up", "task", (1.0,))
-    state.drop_use("used up", "task")
+    state.candidates.expect("used up", "task", (1.0,))
+    state.candidates.unexpect("used up", "task")
     state.touch(old)
     state.insert("more", 20)
-    assert [state.next_spill(), state.next_spill()] == [used_up, new]
+    assert [state.spills.next(), state.spills.next()] == [used_up, new]
 
 
 # -- how much work ---------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def states():
         for key in range(count):
             state.insert(key, NBYTES)
             if key % 3 == 0:
-                state.expect_use(key, 0, (float(key),))
+                state.candidates.expect(key, 0, (float(key),))
         state.memory.limit = count // 2 * NBYTES
         spill(state)
         return state
@@ -419,14 +419,14 @@ def test_no_event_costs_more_with_more_values(states):
             entry = state.find(key)
             pid = entry.pid
             state.pin(pid)
-            state.expect_use(key, 1, (float(key % 7),))
+            state.candidates.expect(key, 1, (float(key % 7),))
             if not entry.resident:
-                reservation = state.reserve(NBYTES, 0)
-                state.begin_restore(pid, reservation)
-                state.complete_restore(pid)
-                state.release(reservation)
+                reservation = state.room.reserve(NBYTES, 0)
+                state.restores.begin(pid, reservation)
+                state.restores.complete(pid)
+                state.room.release(reservation)
             state.touch(pid)
-            state.drop_use(key, 1)
+            state.candidates.unexpect(key, 1)
             state.unpin(pid)
             state.alias("alias", pid)
             state.insert("new", NBYTES)
@@ -436,7 +436,7 @@ def test_no_event_costs_more_with_more_values(states):
             state.remove(key)
             state.insert(key, NBYTES)
             spill(state)
-            state.take_effects()
+            state.effects.take()
 
     lines = {count: count_lines(partial(round_of_events, state, 7)) for count, state in states.items()}
     assert lines[MANY] < 2 * lines[100], lines
@@ -452,12 +452,12 @@ def test_a_key_more_costs_the_same_for_a_value_with_thousands_of_them():
         pid = state.insert(0, NBYTES)
         for key in range(1, count):
             state.alias(key, pid)
-        state.expect_use(count // 2, "task", (1.0,))
+        state.candidates.expect(count // 2, "task", (1.0,))
 
         def one_more(state: SpillState = state, pid: int = pid) -> None:
             state.alias("new", pid)
-            state.expect_use("new", "task", (2.0,))
-            state.drop_use("new", "task")
+            state.candidates.expect("new", "task", (2.0,))
+            state.candidates.unexpect("new", "task")
             state.remove("new")
 
         lines[count] = count_lines(one_more)
@@ -489,15 +489,15 @@ def test_what_was_used_up_last_is_spared_while_there_are_others_that_no_task_nee
     state.set_grace(2)
     pids = {key: state.insert(key, NBYTES) for key in ("needed", "unknown", "a", "b", "c", "copied")}
     for key in ("a", "b", "c", "copied"):
-        state.expect_use(key, "task", (1.0,))
-    state.expect_use("needed", "later", (2.0,))
-    state.complete_spill(take(state, pids["copied"]), NBYTES)
+        state.candidates.expect(key, "task", (1.0,))
+    state.candidates.expect("needed", "later", (2.0,))
+    state.spills.complete(take(state, pids["copied"]), NBYTES)
     for key in ("a", "b", "c", "copied"):
-        state.drop_use(key, "task")
-    assert state.next_spill(force=True) is None, "what has a copy is dropped, and that will do"
+        state.candidates.unexpect(key, "task")
+    assert state.spills.next(force=True) is None, "what has a copy is dropped, and that will do"
     assert not state.ledger.entries[pids["copied"]].resident
     expected = ["a", "unknown", "b", "c", "needed"]
-    assert [state.next_spill(force=True) for _ in expected] == [pids[key] for key in expected]
+    assert [state.spills.next(force=True) for _ in expected] == [pids[key] for key in expected]
 
 
 def take(state: SpillState, pid: int) -> int:
@@ -505,7 +505,7 @@ def take(state: SpillState, pid: int) -> int:
     others = [other for other in state.ledger.entries if other != pid]
     for other in others:
         state.pin(other)
-    assert state.next_spill(force=True) == pid
+    assert state.spills.next(force=True) == pid
     for other in others:
         state.unpin(other)
     return pid
@@ -518,11 +518,11 @@ def test_a_value_with_very_many_keys_goes_by_recency(count):
     for key in range(1, count):
         state.alias(("shared", key), pids["shared"])
     for name in "used up", "shared":
-        state.expect_use((name, 0), "task", (1.0,))
-        state.drop_use((name, 0), "task")
+        state.candidates.expect((name, 0), "task", (1.0,))
+        state.candidates.unexpect((name, 0), "task")
     # With a few keys it is the last that was used up; with many it is one of those of which nothing is known.
     expected = ["used up", "shared", "alone"] if count == 2 else ["used up", "alone", "shared"]
-    assert [state.next_spill(force=True) for _ in expected] == [pids[name] for name in expected]
+    assert [state.spills.next(force=True) for _ in expected] == [pids[name] for name in expected]
 
 
 def test_one_deletion_does_not_reconsider_all_that_the_disk_refused():
@@ -534,9 +534,9 @@ def test_one_deletion_does_not_reconsider_all_that_the_disk_refused():
         spill(state)
         for key in range(count):
             state.insert(key, NBYTES)
-        while (pid := state.next_spill()) is not None:
-            assert not state.reserve_record(pid, NBYTES)
-            state.fail_spill(pid, forever=False)
+        while (pid := state.spills.next()) is not None:
+            assert not state.spills.reserve_record(pid, NBYTES)
+            state.spills.fail(pid, forever=False)
         assert state.candidates.set_aside == count
         lines[count] = count_lines(lambda state=state: state.remove("on disk"))
         assert 0 < len(state.queue) < 50

@@ -58,20 +58,20 @@ def test_what_was_not_read_ahead_does_not_matter(forget):
 def spilled(*keys):
     state = SpillState(limit=1000)
     pids = {key: state.insert(key, 100) for key in keys}
-    while (pid := state.next_spill(force=True)) is not None:
-        state.reserve_record(pid, 100)
-        state.complete_spill(pid, 100, force=True)
+    while (pid := state.spills.next(force=True)) is not None:
+        state.spills.reserve_record(pid, 100)
+        state.spills.complete(pid, 100, force=True)
     return state, pids
 
 
 def test_no_more_is_begun_than_the_share():
     state, pids = spilled(*"abcdef")
-    begun = [state.begin_prefetch(pids[key], (0,)) for key in "abcdef"]
+    begun = [state.restores.begin_ahead(pids[key], (0,)) for key in "abcdef"]
     assert begun == [True] * 3 + [False] * 3
     state.validate()
-    state.complete_restore(pids["a"])
+    state.restores.complete(pids["a"])
     state.touch(pids["a"])
-    assert state.begin_prefetch(pids["d"], (0,))
+    assert state.restores.begin_ahead(pids["d"], (0,))
     state.validate()
 
 
@@ -79,14 +79,14 @@ def test_no_more_is_begun_than_the_share():
 def test_what_ends_it(end):
     state, pids = spilled("a")
     pid = pids["a"]
-    assert state.begin_prefetch(pid, (0,))
+    assert state.restores.begin_ahead(pid, (0,))
     assert state.read_ahead.nbytes == 100
     if end == "deleted while it is read":
         state.remove("a")
     if end in ("failed", "lost"):
-        state.fail_restore(pid, lost=end == "lost")
+        state.restores.fail(pid, lost=end == "lost")
     else:
-        state.complete_restore(pid)
+        state.restores.complete(pid)
     if end == "touched":
         state.touch(pid)
     elif end == "pinned":
@@ -100,10 +100,10 @@ def test_what_ends_it(end):
 
 def test_evicted_unused_is_waste():
     state, pids = spilled("a")
-    assert state.begin_prefetch(pids["a"], (0,))
-    state.complete_restore(pids["a"])
+    assert state.restores.begin_ahead(pids["a"], (0,))
+    state.restores.complete(pids["a"])
     state.set_limits(0, None)
-    assert state.next_spill() is None  # dropped: it has a record
+    assert state.spills.next() is None  # dropped: it has a record
     assert state.read_ahead.wasted == 1
     assert state.read_ahead.share == MOST / 2
     state.validate()
