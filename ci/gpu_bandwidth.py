@@ -26,6 +26,7 @@ from typing import Any
 
 from dask.utils import format_bytes
 
+from gpuspill.device.adapters import all_adapters
 from gpuspill.device.arrays import ArrayRegistry, Recipe
 from gpuspill.device.cuda import find as cuda
 from gpuspill.device.port import Allocation, CopyPlan, Device, Layout, StreamKind
@@ -130,7 +131,7 @@ def measure_tier(
 
 def _tier(device: Device, count: int, nbytes: int, now: Clock) -> dict[str, float]:
     total = count * nbytes
-    registry = ArrayRegistry(pointer_device=device.device_of)
+    registry = ArrayRegistry(all_adapters(), pointer_device=device.device_of)
 
     def values() -> Any:
         recipe = Recipe("interface", Layout(0, (nbytes,), (1,), "|u1", 1))

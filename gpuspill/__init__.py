@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from gpuspill.cluster import LocalCUDACluster
     from gpuspill.config import Settings
-    from gpuspill.distributed.attachment import data
+    from gpuspill.distributed.attach import data
     from gpuspill.distributed.dashboard import MonitorPlugin
     from gpuspill.distributed.frames import statistics
     from gpuspill.distributed.observing import report
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpuspill.distributed.plugin import SpillPlugin
     from gpuspill.distributed.settings_report import settings
     from gpuspill.distributed.story import story
-    from gpuspill.distributed.worker import Nanny, Worker
+    from gpuspill.distributed.worker_class import Nanny, Worker
 
 __all__ = [
     "ConfigError",
@@ -60,11 +60,11 @@ except PackageNotFoundError:  # a source tree that was never installed
 _HOMES = {
     "LocalCUDACluster": "gpuspill.cluster",
     "MonitorPlugin": "gpuspill.distributed.dashboard",
-    "Nanny": "gpuspill.distributed.worker",
+    "Nanny": "gpuspill.distributed.worker_class",
     "Settings": "gpuspill.config",
     "SpillPlugin": "gpuspill.distributed.plugin",
-    "Worker": "gpuspill.distributed.worker",
-    "data": "gpuspill.distributed.attachment",
+    "Worker": "gpuspill.distributed.worker_class",
+    "data": "gpuspill.distributed.attach",
     "proxify": "gpuspill.distributed.parking",
     "report": "gpuspill.distributed.observing",
     "settings": "gpuspill.distributed.settings_report",

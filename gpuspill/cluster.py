@@ -15,7 +15,7 @@ from distributed import LocalCluster, Nanny, Worker
 
 from gpuspill.config import Settings, is_on
 from gpuspill.config.jit_unspill import SHARED_FILESYSTEM, answer_once, jit_unspill
-from gpuspill.distributed.attachment import data as spilling_data
+from gpuspill.distributed.attach import data as spilling_data
 from gpuspill.distributed.dask_cuda import bind, cluster_class, device_limit_option, switched_off, why_no_devices
 from gpuspill.errors import ConfigError
 

@@ -19,6 +19,7 @@ from gpuspill import simulated
 from gpuspill.classes import ClassTable, attribute_of, is_instance, is_plain, named
 from gpuspill.config import Settings
 from gpuspill.core.sizes import SizeModel
+from gpuspill.device.adapters import all_adapters
 from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.distributed.factory import build_store
@@ -169,7 +170,7 @@ def test_parts(meta: str) -> None:
     assert replace([item, 1], lambda found: found)[0] is item
     assert shared_memory([item]) is None
     assert shared_memory(item) is None
-    registry = ArrayRegistry()
+    registry = ArrayRegistry(all_adapters())
     assert registry.adapter(cls) is None
     assert registry.describe(item) is None
     assert not registry.is_on_device(item)

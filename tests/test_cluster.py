@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster, Nanny, Worker
 
 import gpuspill
 from gpuspill.config.jit_unspill import answer_once
-from gpuspill.distributed.attachment import create
+from gpuspill.distributed.attach import create
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.errors import ConfigError
 

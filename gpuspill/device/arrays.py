@@ -176,7 +176,7 @@ class ArrayRegistry:
     Parameters
     ----------
     adapters
-        Default: all there are, see :mod:`gpuspill.device.adapters`.
+        Asked in this order; see :func:`gpuspill.device.adapters.all_adapters`.
     pointer_device
         Returns the identity of the device that an address belongs to, for libraries whose arrays do
         not say (:meth:`~gpuspill.device.base.Device.device_of`). Default: ``"cuda:0"``, for a
@@ -189,14 +189,10 @@ class ArrayRegistry:
 
     def __init__(
         self,
-        adapters: Iterable[ArrayAdapter] | None = None,
+        adapters: Iterable[ArrayAdapter],
         *,
         pointer_device: Callable[[int], str] = lambda address: "cuda:0",
     ) -> None:
-        if adapters is None:
-            from gpuspill.device.adapters import all_adapters
-
-            adapters = all_adapters()
         self.pointer_device = pointer_device
         self._adapters = {adapter.name: adapter for adapter in adapters}
         self._by_type: ClassTable[tuple[ArrayAdapter | None]] = ClassTable()

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpuspill.device.port import HostBuffer
 
-__all__ = ["HostArray", "HostRange", "as_bytes", "byte_range", "copy", "overlap"]
+__all__ = ["HostArray", "HostRange", "as_bytes", "byte_range", "overlap"]
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -48,8 +48,3 @@ def byte_range(host: HostArray) -> HostRange:
 def overlap(one: HostRange, other: HostRange) -> bool:
     """Whether two ranges have an address in common."""
     return one[0] < other[1] and other[0] < one[1]
-
-
-def copy(target: HostArray, source: HostArray) -> None:
-    """Copy bytes, without the interpreter's lock."""
-    np.copyto(target, source)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from gpuspill.classes import is_instance
 from gpuspill.core.policy import Order
-from gpuspill.distributed.views import LostValue
+from gpuspill.distributed.lost import LostValue
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
 from gpuspill.tier import DeviceTier

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from gpuspill.distributed.metrics import export_prefix, heartbeat
 from gpuspill.distributed.observing import TOPIC, sample_of
+from gpuspill.distributed.reporting import export_prefix, heartbeat
 from gpuspill.monitoring import units
 from gpuspill.monitoring.prometheus import collector, families
 from gpuspill.monitoring.samples import Sample, combined, fullest, rates, remembering

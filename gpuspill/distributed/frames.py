@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from gpuspill.config.jit_unspill import answer_once
-from gpuspill.distributed.metrics import statistics_of_worker
+from gpuspill.distributed.reporting import statistics_of_worker
 from gpuspill.manager.statistics import Statistics
 from gpuspill.monitoring import units
 from gpuspill.monitoring.catalogue import catalogue

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from gpuspill.core.residency import Tier
+from gpuspill.manager import ProxifyManager
 from gpuspill.manager.statistics import Statistics
 from gpuspill.tier import DeviceTier, Internal
-
-if TYPE_CHECKING:
-    from gpuspill.distributed.mapping import SpillStore
 
 __all__ = ["TierView", "shown", "with_device"]
 
@@ -26,14 +23,15 @@ class TierView(Mapping[Hashable, object]):
 
     Parameters
     ----------
-    store
-        The store.
+    store, manager
+        The store, and where it has its values.
     tier
         Memory or disk.
     """
 
-    def __init__(self, store: SpillStore, tier: Tier) -> None:
+    def __init__(self, store: Mapping[Hashable, object], manager: ProxifyManager, tier: Tier) -> None:
         self._store = store
+        self._manager = manager
         self._tier = tier
 
     def __getitem__(self, key: Hashable) -> object:
@@ -43,18 +41,18 @@ class TierView(Mapping[Hashable, object]):
 
     def __contains__(self, key: object) -> bool:
         try:
-            return self._store.manager.tier_of(key) is self._tier
+            return self._manager.tier_of(key) is self._tier
         except KeyError:
             return False
 
     def __len__(self) -> int:
-        if self._store.has_internal_keys:
+        if len(self._store) != len(self._manager):  # some keys are not shown
             return sum(1 for _ in self)
-        spilled = self._store.manager.spilled_count
+        spilled = self._manager.spilled_count
         return spilled if self._tier is Tier.DISK else len(self._store) - spilled
 
     def __iter__(self) -> Iterator[Hashable]:
-        return iter(shown(self._store.manager.keys_in(self._tier)))
+        return iter(shown(self._manager.keys_in(self._tier)))
 
     def __repr__(self) -> str:
         return f"<{len(self)} keys {'on disk' if self._tier is Tier.DISK else 'in memory'}>"

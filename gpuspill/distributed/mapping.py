@@ -32,11 +32,11 @@ from gpuspill.device.external import external_types
 from gpuspill.distributed.async_get import gather
 from gpuspill.distributed.blocking import BlockingReads
 from gpuspill.distributed.inspection import TierView, shown, with_device
+from gpuspill.distributed.lost import LostValue
 from gpuspill.distributed.metrics import Metrics
 from gpuspill.distributed.parked import ParkedKeys
 from gpuspill.distributed.sizes import SCALARS, Claims, Noted, external_nbytes, measure
 from gpuspill.distributed.takeover import AdoptingStore
-from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Wire
 from gpuspill.errors import DataLostError
 from gpuspill.manager import ProxifyManager
@@ -407,12 +407,12 @@ class SpillStore(MutableMapping[Hashable, object]):
     @property
     def memory(self) -> Mapping[Hashable, object]:
         """What is in memory, for inspection. ``len`` is O(1)."""
-        return TierView(self, Tier.HOST)
+        return TierView(self, self.manager, Tier.HOST)
 
     @property
     def disk(self) -> Mapping[Hashable, object]:
         """What is on disk only, for inspection. ``len`` is O(1); reading a value brings it back."""
-        return TierView(self, Tier.DISK)
+        return TierView(self, self.manager, Tier.DISK)
 
     @property
     def slow(self) -> Mapping[Hashable, object]:

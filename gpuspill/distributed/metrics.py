@@ -1,33 +1,14 @@
-"""The names of the numbers that a worker publishes, and where they are collected.
-
-``SpillStore.cumulative_metrics``
-    Totals of the store. distributed's Prometheus collector reads them.
-fine performance metrics (``context_meter``)
-    The same, booked on the task or transfer in whose context it happened.
-heartbeat, ``WorkerState.metrics["gpuspill"]``
-    :func:`heartbeat`.
-``gpuspill.statistics(client)``
-    See :mod:`gpuspill.distributed.frames`.
-Prometheus
-    :func:`export`: all of them, beside what distributed exports.
-"""
+"""What a manager reports of its work, added up, and passed on to what distributed meters."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
-import dask.config
 from distributed.metrics import context_meter
 
-from gpuspill.monitoring.prometheus import collector, families
-
-if TYPE_CHECKING:
-    from gpuspill.distributed.mapping import SpillStore
-
-__all__ = ["LABELS", "WAIT", "Metrics", "export", "export_prefix", "heartbeat", "statistics_of_worker"]
+__all__ = ["LABELS", "WAIT", "Metrics"]
 
 #: What distributed's ``SpillBuffer`` reports; its consumers know these labels.
 LABELS = frozenset(
@@ -88,39 +69,3 @@ class Metrics:
                     self._totals[name] += value
             finally:
                 self._adding.release()
-
-
-def heartbeat(store: SpillStore) -> dict[str, float | None]:
-    """Return the store's numbers as a flat dictionary that msgpack can write. O(1)."""
-    found = store.statistics()
-    return {name: getattr(found, name) for name in found.__slots__}  # asdict would copy each number deeply
-
-
-def statistics_of_worker(dask_worker: Any) -> dict[str, float | None] | None:
-    """Return the numbers of a worker's store now, None without one: for ``client.run``."""
-    from gpuspill.distributed.mapping import SpillStore  # which imports this module
-
-    data = dask_worker.data
-    return heartbeat(data) if isinstance(data, SpillStore) else None
-
-
-def export_prefix(who: str) -> str:
-    """Return how the names of gpuspill's metrics for Prometheus begin; `who` is ``worker`` or ``scheduler``."""
-    namespace = dask.config.get("distributed.dashboard.prometheus.namespace", default="dask")
-    return "_".join(part for part in (namespace, who, "gpuspill") if part)
-
-
-def export(worker: Any, store: SpillStore) -> None:
-    """Show the numbers of a store on its worker's page ``/metrics``, as long as the store is alive.
-
-    Does nothing where ``prometheus_client`` is not installed. The label ``worker`` holds the worker's name.
-    """
-    exporter = collector()
-    if exporter is None:
-        return
-    prefix, name = export_prefix("worker"), str(worker.name)
-
-    def families_of(store: SpillStore) -> Iterator[Any]:
-        return families(prefix, {name: heartbeat(store)}, "worker")
-
-    exporter.add(store, families_of)

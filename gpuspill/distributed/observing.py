@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from distributed import default_client
 
-from gpuspill.distributed.metrics import statistics_of_worker
+from gpuspill.distributed.reporting import statistics_of_worker
 from gpuspill.monitoring.advice import Run
 from gpuspill.monitoring.page import About, render
 from gpuspill.monitoring.samples import Sample

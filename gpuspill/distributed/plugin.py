@@ -9,7 +9,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from gpuspill.config import Settings
-from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.attach import attach
 from gpuspill.distributed.dashboard import MonitorPlugin
 
 __all__ = ["SpillPlugin", "set_up"]

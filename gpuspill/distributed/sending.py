@@ -6,18 +6,19 @@ import asyncio
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.protocol.serialize import Serialized, serialize
 from distributed.utils import offload
 
 from gpuspill.classes import is_instance
 from gpuspill.core.policy import Order
+from gpuspill.distributed.attachment import Attachment
 from gpuspill.distributed.internals import forget_lost, recover
+from gpuspill.distributed.lost import LostValue
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
 from gpuspill.distributed.sizes import measure
 from gpuspill.distributed.task_inputs import granted, in_turns, in_turns_later
-from gpuspill.distributed.views import LostValue
 from gpuspill.distributed.wire import Form, Slot, Window, Wire, type_name, wrap
 from gpuspill.errors import DataLostError, ManagerClosed, cut_loose
 from gpuspill.manager import ProxifyManager
@@ -25,9 +26,6 @@ from gpuspill.manager.admission import Admission
 from gpuspill.manager.ports import Encoded
 from gpuspill.storage.base import Lend, frame_nbytes, in_memory
 from gpuspill.tier import DeviceTier, Skeleton
-
-if TYPE_CHECKING:
-    from gpuspill.distributed.attachment import Attachment
 
 __all__ = ["Parcel", "Receiver", "pack"]
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dask.utils import format_bytes
 from distributed import Client
@@ -15,12 +15,10 @@ from gpuspill.config import Settings
 from gpuspill.config.jit_unspill import answer_once, answers
 from gpuspill.config.origins import configured_files, origins
 from gpuspill.distributed import internals
+from gpuspill.distributed.attachment import Attachment
 from gpuspill.distributed.devices import device_limit
 from gpuspill.distributed.frames import ask_workers, require_pandas, wide
 from gpuspill.errors import ConfigError, GpuspillError
-
-if TYPE_CHECKING:
-    from gpuspill.distributed.attachment import Attachment
 
 Rows = dict[str, dict[str, object]]
 

@@ -17,8 +17,8 @@ from distributed.metrics import context_meter
 
 from gpuspill.classes import is_instance
 from gpuspill.core.budget import Kind
+from gpuspill.distributed.lost import LostValue
 from gpuspill.distributed.metrics import WAIT
-from gpuspill.distributed.views import LostValue
 from gpuspill.errors import DataLostError, answerable
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission

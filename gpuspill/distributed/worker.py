@@ -27,7 +27,7 @@ from contextlib import ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import distributed
 from dask._task_spec import GraphNode
@@ -38,6 +38,7 @@ from distributed.utils import _offload_executor
 from distributed.utils_comm import unpack_remotedata
 
 from gpuspill.core.sizes import as_nbytes
+from gpuspill.distributed.attachment import Attachment
 from gpuspill.distributed.internals import (
     inputs_of,
     is_busy,
@@ -48,20 +49,18 @@ from gpuspill.distributed.internals import (
     speaks_gpuspill,
     urgency,
 )
+from gpuspill.distributed.lost import LostValue, Poison
+from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.parking import unproxify
 from gpuspill.distributed.sending import Parcel, Receiver, pack
 from gpuspill.distributed.sizes import Claims, measure
 from gpuspill.distributed.task_inputs import Job, granted, in_turns
-from gpuspill.distributed.views import ClosedView, LostValue, Poison, ResidentView, View
+from gpuspill.distributed.views import ClosedView, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
 from gpuspill.errors import DataLostError, ManagerClosed
 from gpuspill.manager.transaction import BATCH, at_once
 
-if TYPE_CHECKING:
-    from gpuspill.distributed.attachment import Attachment
-    from gpuspill.distributed.mapping import SpillStore
-
-__all__ = ["Nanny", "Unproxied", "Worker", "claims_of", "spilling_class"]
+__all__ = ["Unproxied", "claims_of", "spilling_class"]
 
 logger = logging.getLogger("gpuspill")
 
@@ -589,30 +588,3 @@ class _LocalWorker:
             except DataLostError as error:
                 if not await recover(worker, error.key):
                     raise
-
-
-# -- classes to be named in a configuration ------------------------------------------------------
-
-
-class Worker(spilling_class(distributed.Worker)):  # type: ignore[misc]
-    """A ``distributed.Worker`` that spills by gpuspill, with the settings of dask's configuration.
-
-    For ``dask worker --worker-class gpuspill.Worker`` and ``LocalCluster(worker_class=gpuspill.Worker)``. Takes what
-    ``distributed.Worker`` takes.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        from gpuspill.distributed.attachment import attach
-
-        kwargs.setdefault("data", dict)  # replaced before it can hold anything
-        super().__init__(*args, **kwargs)
-        attach(self)
-
-
-class Nanny(distributed.Nanny):
-    """A ``distributed.Nanny`` whose worker is a :class:`Worker`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("worker_class") is None:
-            kwargs["worker_class"] = Worker
-        super().__init__(*args, **kwargs)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from typing import Protocol
 
 from gpuspill.core.budget import Reservation
-
-if TYPE_CHECKING:
-    from gpuspill.manager.admitter import Admitter
 
 __all__ = ["Admission"]
 
@@ -19,6 +16,16 @@ logger = logging.getLogger("gpuspill")
 
 #: Seconds until whoever waits looks whether there is still something to wait for.
 _LOOK_AGAIN = 0.5
+
+
+class Issuer(Protocol):
+    """Where an admission comes from; see :class:`gpuspill.manager.admitter.Admitter`."""
+
+    def notice_stalls(self) -> None:
+        """Stop waiting for spills that take too long."""
+
+    def release(self, admission: Admission) -> Iterable[None]:
+        """Take an admission back, in pieces."""
 
 
 class Admission:
@@ -62,7 +69,7 @@ class Admission:
 
     def __init__(
         self,
-        admitter: Admitter,
+        admitter: Issuer,
         reservation: Reservation,
         pids: Mapping[Hashable, int],
         outputs: dict[Hashable, int],

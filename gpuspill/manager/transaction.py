@@ -34,13 +34,13 @@ from gpuspill.core.policy import MakePolicy
 from gpuspill.core.residency import Tier
 from gpuspill.core.state import SpillState
 from gpuspill.errors import ManagerClosed
+from gpuspill.manager.admission import Admission
 from gpuspill.manager.ports import Custody, Encoded
 from gpuspill.manager.slots import Slot, Slots
 from gpuspill.manager.story import Happened, Story
 from gpuspill.storage.base import Receipt, Store
 
 if TYPE_CHECKING:
-    from gpuspill.manager.admission import Admission
     from gpuspill.manager.threads import Engine
 
 __all__ = [

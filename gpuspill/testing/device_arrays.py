@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpuspill.device.adapters import all_adapters
 from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.port import Device, Layout
 from gpuspill.testing.device_suite import fetch, store
@@ -28,7 +29,7 @@ class ArrayTests:
     @pytest.fixture
     def registry(self) -> ArrayRegistry:
         """Return a registry that knows the array type."""
-        return ArrayRegistry()
+        return ArrayRegistry(all_adapters())
 
     def asarray(self, host: Any) -> Any:
         """Return a NumPy array as an array on the device."""

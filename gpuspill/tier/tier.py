@@ -110,7 +110,10 @@ class DeviceTier:
     ) -> None:
         self._closed = closed
         self.device = device
-        registry = ArrayRegistry(pointer_device=device.device_of) if registry is None else registry
+        if registry is None:
+            from gpuspill.device.adapters import all_adapters  # needs NumPy, which workers without a device may lack
+
+            registry = ArrayRegistry(all_adapters(), pointer_device=device.device_of)
         self._registry = registry
         self._book = Book(device, registry)
         # On the thread that lets things go: it has time.

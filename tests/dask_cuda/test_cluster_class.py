@@ -12,7 +12,7 @@ import dask_cuda
 from dask_cuda.plugins import CUDFSetup, RMMSetup
 
 import gpuspill
-from gpuspill.distributed.attachment import create
+from gpuspill.distributed.attach import create
 
 MIG = "MIG-41b3359c-e721-56e5-8009-12e5797ed514"
 GPU = "GPU-84fd49f2-48ad-50e8-9f2e-3bf0dfd47ccb"

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from gpuspill import simulated
+from gpuspill.device.adapters import all_adapters
 from gpuspill.device.arrays import ArrayRegistry, Recipe, estimated_nbytes
 from gpuspill.device.port import Allocation, AllocationId, Layout
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
@@ -40,7 +41,7 @@ class TestSimulatedArrays(ArrayTests):
 
 @pytest.fixture
 def registry():
-    return ArrayRegistry()
+    return ArrayRegistry(all_adapters())
 
 
 class Memory(Allocation):
@@ -428,7 +429,7 @@ def test_torch_tensors_that_are_more_than_memory_are_left_alone(change, torch, r
 
 
 def test_rmm(rmm):
-    registry = ArrayRegistry(pointer_device=lambda address: f"cuda:{address >> 28}")
+    registry = ArrayRegistry(all_adapters(), pointer_device=lambda address: f"cuda:{address >> 28}")
     buffer = rmm.DeviceBuffer(ptr=0x30000000, size=4096)
     found = registry.describe(buffer)
     assert found.identity == ("cuda:3", 0x30000000, 4096)
@@ -447,7 +448,7 @@ def buffers(request):
 
 
 def test_a_buffer_is_built_on_memory_that_it_keeps(buffers):
-    registry = ArrayRegistry()
+    registry = ArrayRegistry(all_adapters())
     recipe = Recipe("rmm", Layout(0, (4096,), (1,), "|u1", 1))
     memory = Memory()
     gone = weakref.ref(memory)
@@ -465,7 +466,7 @@ def test_a_buffer_is_built_on_memory_that_it_keeps(buffers):
 
 def test_a_buffer_in_a_circle_goes_before_its_resource(buffers):
     """The collector may let go of the resource first, whose functions are Python's, and then the buffer calls it."""
-    registry = ArrayRegistry()
+    registry = ArrayRegistry(all_adapters())
     for _ in range(100):
         memory = Memory()
         gone = weakref.ref(memory)
@@ -483,7 +484,7 @@ def test_a_buffer_that_grows_takes_other_memory_and_gives_it_back(rmm):
         calls.append(args)
         return 0x50000
 
-    buffer = ArrayRegistry().rebuild(Recipe("rmm", Layout(0, (4096,), (1,), "|u1", 1)), Memory())
+    buffer = ArrayRegistry(all_adapters()).rebuild(Recipe("rmm", Layout(0, (4096,), (1,), "|u1", 1)), Memory())
     rmm.mr.get_current_device_resource = lambda: types.SimpleNamespace(allocate=note, deallocate=note)
     assert buffer.mr.allocate(8192, "stream") == 0x50000
     buffer.mr.deallocate(0x20000, 4096, "stream")
@@ -524,7 +525,8 @@ def test_subclasses_are_left_alone(cupy, registry):
 def test_libraries_that_nobody_imported_are_not_imported():
     code = (
         "import sys; from gpuspill.device.arrays import ArrayRegistry; import numpy;"
-        "r = ArrayRegistry(); [r.describe(v) for v in (1, 'a', object(), numpy.ones(3))];"
+        "from gpuspill.device.adapters import all_adapters;"
+        "r = ArrayRegistry(all_adapters()); [r.describe(v) for v in (1, 'a', object(), numpy.ones(3))];"
         "bad = {'cupy', 'numba', 'rmm', 'torch', 'gpuspill.simulated', 'dask'} & set(sys.modules);"
         "sys.exit(f'imported: {bad}' if bad else 0)"
     )
@@ -669,8 +671,8 @@ class Streamed:
 
 @pytest.mark.parametrize(("said", "found"), [(4711, (4711, None)), (1, None), (2, None), (None, None), ("x", None)])
 def test_a_stream_that_has_to_be_waited_for_by_itself_is_told(said, found):
-    assert ArrayRegistry().stream(Streamed(said)) == found
+    assert ArrayRegistry(all_adapters()).stream(Streamed(said)) == found
 
 
 def test_arrays_on_the_host_have_no_stream():
-    assert ArrayRegistry().stream(np.zeros(3)) is None
+    assert ArrayRegistry(all_adapters()).stream(np.zeros(3)) is None

@@ -5,6 +5,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from gpuspill import simulated
+from gpuspill.device.adapters import all_adapters
 from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.devices import fetch
@@ -133,7 +134,7 @@ def test_writing_through_a_view_is_seen_by_all(data, original):
 @settings(max_examples=60, deadline=None)
 def test_views_come_back_on_one_allocation(data, original):
     """Device → host → device, by description: values, strides and sharing survive; memory is counted once."""
-    device, registry = SimulatedDevice(1 << 20, clock=ManualClock()), ArrayRegistry()
+    device, registry = SimulatedDevice(1 << 20, clock=ManualClock()), ArrayRegistry(all_adapters())
     base = asarray(original, device=device)
     views = [base] + [follow(data.draw, base, original)[0] for _ in range(data.draw(st.integers(1, 3)))]
     found = [registry.describe(view) for view in views]

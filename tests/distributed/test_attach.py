@@ -16,7 +16,7 @@ from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for, gen_cluster, gen_test, inc
 
 import gpuspill
-from gpuspill.distributed.attachment import attach, attach_owner
+from gpuspill.distributed.attach import attach, attach_owner
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.errors import ConfigError
 from tests.distributed.clusters import all_spilled, at_rest, attached

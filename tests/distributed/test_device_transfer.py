@@ -17,8 +17,8 @@ from gpuspill.core.residency import Tier
 from gpuspill.distributed import sending
 from gpuspill.distributed import worker as worker_module
 from gpuspill.distributed.internals import PROTOCOL_VERSION
+from gpuspill.distributed.lost import LostValue, Poison
 from gpuspill.distributed.sending import Parcel, Receiver
-from gpuspill.distributed.views import LostValue, Poison
 from gpuspill.distributed.wire import Window, Wire
 from gpuspill.simulated import Array, asarray, asnumpy
 from gpuspill.testing.stores import Gate

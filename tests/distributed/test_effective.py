@@ -15,7 +15,7 @@ import gpuspill
 from gpuspill import simulated
 from gpuspill.cli import gpuspill as command
 from gpuspill.config.jit_unspill import answer_once
-from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.attach import attach
 from gpuspill.distributed.settings_report import announce_settings
 
 CONFIG = {

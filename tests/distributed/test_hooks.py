@@ -27,7 +27,7 @@ from distributed.worker_memory import WorkerMemoryManager
 import gpuspill
 from gpuspill.distributed import internals
 from gpuspill.distributed import worker as hooks
-from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.attach import attach
 from tests.distributed.clusters import all_spilled, at_rest
 
 PACKAGE = Path(gpuspill.__file__).parent / "distributed"
@@ -236,7 +236,7 @@ def test_private_parts_are_used_in_two_modules_only():
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):  # the docstrings may name them
             if isinstance(node, ast.Attribute) and "getLogger" not in ast.unparse(node):
-                assert f".{node.attr}" not in private or path.name == "attachment.py", (path.name, node.attr)
+                assert f".{node.attr}" not in private or path.name == "attach.py", (path.name, node.attr)
             elif isinstance(node, ast.ImportFrom | ast.Import):
                 text = ast.unparse(node)
                 assert not any(name in text for name in private), (path.name, text)

@@ -13,9 +13,10 @@ from distributed.metrics import context_meter
 from gpuspill import DataLostError
 from gpuspill.config import Settings
 from gpuspill.distributed.factory import build_store
+from gpuspill.distributed.lost import LostValue
 from gpuspill.distributed.metrics import WAIT
 from gpuspill.distributed.task_inputs import Job, OutputSizes, granted
-from gpuspill.distributed.views import LostValue, ResidentView, View
+from gpuspill.distributed.views import ResidentView, View
 
 
 def test_output_sizes():

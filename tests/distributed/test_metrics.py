@@ -13,7 +13,8 @@ from distributed.utils_test import gen_cluster, gen_test, inc
 from tornado.httpclient import AsyncHTTPClient
 
 import gpuspill
-from gpuspill.distributed.metrics import LABELS, WAIT, Metrics, heartbeat
+from gpuspill.distributed.metrics import LABELS, WAIT, Metrics
+from gpuspill.distributed.reporting import heartbeat
 from gpuspill.manager.statistics import Statistics
 from tests.distributed.clusters import all_spilled, spilling
 
@@ -182,7 +183,7 @@ async def test_all_labels_are_known_to_distributed(c, s, a):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_statistics_of_workers_without_gpuspill(c, s, a, b):
-    from gpuspill.distributed.attachment import attach
+    from gpuspill.distributed.attach import attach
 
     attach(a)
     frame = await gpuspill.statistics(c)

@@ -19,7 +19,7 @@ from gpuspill.core.policy import NextUsePolicy
 from gpuspill.core.residency import Tier
 from gpuspill.device.adapters import all_adapters
 from gpuspill.device.arrays import ArrayRegistry
-from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.attach import attach
 from gpuspill.distributed.factory import build_store
 from gpuspill.errors import ConfigError
 from gpuspill.storage.files import FileStore
@@ -264,7 +264,7 @@ def test_packages_bring_array_adapters(package, caplog):
     assert names.count("made-up") == 1
     import plug_in_for_tests
 
-    assert ArrayRegistry().adapter(plug_in_for_tests.Array).name == "made-up"
+    assert ArrayRegistry(all_adapters()).adapter(plug_in_for_tests.Array).name == "made-up"
     messages = [record.getMessage() for record in caplog.records]
     assert any("plug_in_for_tests:Array cannot be used: TypeError" in message for message in messages)
     assert any("plug_in_for_tests:No cannot be used: AttributeError" in message for message in messages)

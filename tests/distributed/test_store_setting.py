@@ -16,7 +16,7 @@ from distributed.utils_test import gen_cluster
 
 import gpuspill
 from gpuspill.config import Settings
-from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.attach import attach
 from gpuspill.errors import ConfigError
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.wrappers import WrapperStore

@@ -19,7 +19,7 @@ from distributed.utils_test import async_poll_for, gen_test
 
 from gpuspill.distributed import sending
 from gpuspill.distributed.attachment import SENDING_NBYTES
-from gpuspill.distributed.views import LostValue
+from gpuspill.distributed.lost import LostValue
 from gpuspill.distributed.wire import Wire, real_type, wrap
 from gpuspill.errors import DataLostError
 from gpuspill.manager.ports import Encoded

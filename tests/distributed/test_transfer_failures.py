@@ -17,7 +17,7 @@ from distributed.worker_state_machine import FreeKeysEvent
 
 import gpuspill
 from gpuspill.distributed import worker as hooks
-from gpuspill.distributed.attachment import attach
+from gpuspill.distributed.attach import attach
 from gpuspill.distributed.sending import Receiver, pack
 from gpuspill.distributed.wire import Window, Wire
 from gpuspill.errors import StorageFull

@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 
+from gpuspill.device.adapters import all_adapters
 from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.device.cuda.device import GpuDevice
 from gpuspill.device.cuda.driver import CudaDriver
@@ -276,7 +277,7 @@ def test_arrays_of_other_devices_are_left_alone(rig, cuda):
         array = cuda.to_device(np.arange(10.0))
         value = {"x": array}
         assert rig.tier.proxify(value) is value
-        assert ArrayRegistry().describe(array).identity.device == "cuda:1"
+        assert ArrayRegistry(all_adapters()).describe(array).identity.device == "cuda:1"
         del array, value
         free(cuda)
     assert rig.tier.statistics().units == 0

@@ -12,7 +12,7 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
 from gpuspill import simulated
-from gpuspill.device.adapters import InterfaceAdapter
+from gpuspill.device.adapters import InterfaceAdapter, all_adapters
 from gpuspill.device.arrays import ArrayRegistry
 from gpuspill.distributed.serialization import DaskSerializer, DeviceFamilies
 from gpuspill.manager import ProxifyManager
@@ -120,7 +120,7 @@ class Rig:
 
 @pytest.fixture
 def rig():
-    rig = Rig(registry=ArrayRegistry(pointer_device=lambda address: rig.device.identity))
+    rig = Rig(registry=ArrayRegistry(all_adapters(), pointer_device=lambda address: rig.device.identity))
     with simulated.use(rig.device):
         yield rig
         rig.tier.validate()
@@ -288,7 +288,7 @@ def test_one_that_cannot_be_moved_stops_nobody(rig, caplog):
 
 def test_frames_of_no_library_come_back_as_memory_with_the_interface():
     """As those of cuDF, which are buffers of its own."""
-    registry = ArrayRegistry(pointer_device=lambda address: "cuda:0")
+    registry = ArrayRegistry(all_adapters(), pointer_device=lambda address: "cuda:0")
 
     class Buffer:
         __cuda_array_interface__ = types.MappingProxyType(

@@ -8,14 +8,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from gpuspill.device.cuda.port import Driver, Handle
 from gpuspill.device.host import HostArray, as_bytes, byte_range, overlap
-from gpuspill.device.port import DeviceError, Event, FreedUnderCopy, PinnedBuffer, Stream, StreamKind
-
-if TYPE_CHECKING:
-    from gpuspill.device.cuda.device import GpuAllocation, GpuDevice
+from gpuspill.device.port import (
+    Allocation,
+    Device,
+    DeviceError,
+    Event,
+    FreedUnderCopy,
+    PinnedBuffer,
+    Stream,
+    StreamKind,
+)
 
 __all__ = ["GpuEvent", "GpuPinned", "GpuStream", "PinnedBytes", "PinnedMemory"]
 
@@ -47,12 +52,12 @@ class GpuEvent(Event):
         self._handle = handle
         self.began = began
         self.ticket = 0
-        self.allocation: GpuAllocation | None = None
+        self.allocation: Allocation | None = None
         self.host: HostArray | None = None
         self.problem: DeviceError | None = None
 
     @property
-    def device(self) -> GpuDevice:
+    def device(self) -> Device:
         """The device it is of."""
         return self._stream.device
 
@@ -128,7 +133,7 @@ class GpuStream(Stream):
 
     __slots__ = ("_copies", "_device", "_driver", "_lock", "_tickets", "handle", "name")
 
-    def __init__(self, device: GpuDevice, driver: Driver, handle: Handle, name: str) -> None:
+    def __init__(self, device: Device, driver: Driver, handle: Handle, name: str) -> None:
         self._device = device
         self._driver = driver
         self.handle = handle
@@ -138,7 +143,7 @@ class GpuStream(Stream):
         self._copies: deque[GpuEvent] = deque()
 
     @property
-    def device(self) -> GpuDevice:
+    def device(self) -> Device:
         """The device it is on."""
         return self._device
 
@@ -153,7 +158,7 @@ class GpuStream(Stream):
             raise ValueError(f"{event!r} is no event of {self._device!r}")
         self._driver.order(self.handle, event.handle)
 
-    def copy(self, kind: StreamKind, allocation: GpuAllocation, offset: int, host: HostArray) -> GpuEvent:
+    def copy(self, kind: StreamKind, allocation: Allocation, offset: int, host: HostArray) -> GpuEvent:
         """Enqueue a copy whose arguments were checked; return its event."""
         address, _ = byte_range(host)
         if host.nbytes:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from gpuspill.device.hooks import HookChain
 from gpuspill.device.host import HostArray
-from gpuspill.device.port import FreedUnderCopy, MemoryInfo, OutOfMemory, UseAfterFree
-from gpuspill.simulated.device.memory import FRESH, FragmentedHeap, Heap, SimulatedAllocation
-
-if TYPE_CHECKING:
-    from gpuspill.simulated.device.device import SimulatedDevice
+from gpuspill.device.port import Device, FreedUnderCopy, MemoryInfo, OutOfMemory, UseAfterFree
+from gpuspill.simulated.device.heap import FragmentedHeap, Heap
+from gpuspill.simulated.device.memory import FRESH, SimulatedAllocation
 
 __all__ = ["Allocator"]
 
@@ -32,7 +30,7 @@ class Allocator:
         How often an allocation did not fit at first, and in the end.
     """
 
-    def __init__(self, device: SimulatedDevice, lock: threading.Condition, base: int, *, fragments: bool) -> None:
+    def __init__(self, device: Device, lock: threading.Condition, base: int, *, fragments: bool) -> None:
         self._device = device
         self._lock = lock
         self._heap = FragmentedHeap(base) if fragments else Heap(base)

@@ -43,12 +43,10 @@ from gpuspill.device.port import (
 from gpuspill.simulated.device.allocator import Allocator
 from gpuspill.simulated.device.clock import Clock, ManualClock, RealClock
 from gpuspill.simulated.device.configuration import Configuration
-from gpuspill.simulated.device.copies import Copy
 from gpuspill.simulated.device.kernels import Kernels
-from gpuspill.simulated.device.memory import FRESH, PENDING, SimulatedAllocation
+from gpuspill.simulated.device.memory import FRESH, PENDING, Copy, SimulatedAllocation
 from gpuspill.simulated.device.pinned import SimulatedPinned
-from gpuspill.simulated.device.schedule import Schedule
-from gpuspill.simulated.device.streams import SimulatedEvent, SimulatedStream
+from gpuspill.simulated.device.streams import Schedule, SimulatedEvent, SimulatedStream
 from gpuspill.simulated.device.timeline import Span
 
 __all__ = [

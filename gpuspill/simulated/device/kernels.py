@@ -8,8 +8,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 
 from gpuspill.simulated.device.memory import SimulatedAllocation
-from gpuspill.simulated.device.schedule import Schedule
-from gpuspill.simulated.device.streams import SimulatedEvent, SimulatedStream
+from gpuspill.simulated.device.streams import Schedule, SimulatedEvent, SimulatedStream
 
 __all__ = ["Kernels"]
 

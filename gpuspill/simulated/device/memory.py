@@ -1,36 +1,42 @@
-"""Memory of the simulated device: its allocations, and the heap that counts them.
+"""Memory of the simulated device, and the copies from and to it that were not observed.
 
-Every allocation has an array of bytes of its own and a made-up address. Addresses are used again, last freed first,
-as a pool does, so that code that tells allocations by address alone is found out. A heap has a capacity; only a
-:class:`FragmentedHeap` may have as much free and no room for it.
+Every allocation has an array of bytes of its own.
+
+A copy moves its bytes when it *lands*: when a thread waits for it, or for something ordered after
+it. Until then its destination holds a poison. The copy refers to its allocation weakly, so it can
+tell that the allocation was dropped under it, and to its host buffer strongly.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
+from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from gpuspill.device.host import HostArray
-from gpuspill.device.port import Allocation, Layout, UseAfterFree
+from gpuspill.device.host import HostArray, HostRange, byte_range, overlap
+from gpuspill.device.port import (
+    Allocation,
+    Device,
+    DeviceError,
+    FreedUnderCopy,
+    Layout,
+    SourceChanged,
+    StreamKind,
+    UseAfterFree,
+)
 from gpuspill.ending import Ending
+from gpuspill.simulated.device.heap import Heap
 
-if TYPE_CHECKING:
-    from gpuspill.simulated.device.copies import Copy
-    from gpuspill.simulated.device.device import SimulatedDevice
-
-__all__ = ["FRESH", "PENDING", "FragmentedHeap", "Heap", "Mark", "SimulatedAllocation"]
+__all__ = ["FRESH", "PENDING", "Copy", "Mark", "SimulatedAllocation"]
 
 FRESH = 0xCB
 """Byte that fills new allocations: uninitialised memory shows."""
 
 PENDING = 0xA5
 """Byte that fills the destination of a copy until the copy is done: a read that came too early shows."""
-
-_ALIGNMENT = 256
 
 Mark: TypeAlias = tuple[int, int, str]
 """A piece of work: number of its stream, its number in the stream, what it is (for messages)."""
@@ -64,7 +70,7 @@ class SimulatedAllocation(Allocation):
         "writer",
     )
 
-    def __init__(self, device: SimulatedDevice, heap: Heap, address: int, nbytes: int, storage: HostArray) -> None:
+    def __init__(self, device: Device, heap: Heap, address: int, nbytes: int, storage: HostArray) -> None:
         self._device = device
         self._heap = heap
         self._address = address
@@ -78,7 +84,7 @@ class SimulatedAllocation(Allocation):
         self._ending = Ending(partial(heap.dropped.append, address))
 
     @property
-    def device(self) -> SimulatedDevice:
+    def device(self) -> Device:
         """The device it is on."""
         return self._device
 
@@ -124,99 +130,112 @@ class SimulatedAllocation(Allocation):
         return f"<SimulatedAllocation of {self._nbytes} bytes at {self._address:#x}>"
 
 
-class Heap:
-    """Counts allocations and hands out addresses. All methods need the device's lock.
+def _fingerprint(host: HostArray) -> int:
+    # Cheap, not strong: it has to notice that the buffer was reused, not to withstand an attack.
+    raw = host.reshape(-1).view(np.uint8)
+    words = raw[: raw.size // 8 * 8].view(np.uint64)
+    return hash((int(np.add.reduce(words, dtype=np.uint64)), raw[words.nbytes :].tobytes()))
+
+
+class Copy:
+    """A copy that was enqueued.
+
+    Parameters
+    ----------
+    kind
+        Its direction.
+    allocation, layout
+        The device's end. A destination is contiguous; a source may have gaps.
+    host
+        The host's end, C-contiguous.
+    checks
+        Whether to notice that a source in host memory was changed under the copy.
+    moves
+        Whether its bytes move; else it only takes its time.
 
     Attributes
     ----------
-    capacity
-        Bytes there are.
-    dropped
-        Addresses of allocations that are not referred to any more, not yet given back.
-    live
-        Sizes of the allocations there are: address → bytes.
+    number
+        Its number in its stream.
+    due
+        When it may land, in seconds of the device's clock.
+    seen
+        What it is ordered after on other streams: stream number → number there.
+    landed
+        Whether its bytes have moved (or never will: see `problem`).
+    problem
+        What went wrong, once it has landed.
     """
 
-    def __init__(self, base: int) -> None:
-        self.capacity = 0
-        self.dropped: deque[int] = deque()
-        self.live: dict[int, int] = {}
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.allocations = 0
-        self._base = self._next = base
-        self._reusable: dict[int, list[int]] = {}
+    def __init__(
+        self,
+        kind: StreamKind,
+        allocation: SimulatedAllocation,
+        layout: Layout,
+        host: HostArray,
+        *,
+        checks: bool,
+        moves: bool = True,
+    ) -> None:
+        self.kind = kind
+        self.nbytes = layout.nbytes
+        self.number = 0
+        self.due = 0.0
+        self.seen: Mapping[int, int] = {}
+        self.landed = False
+        self.problem: DeviceError | None = None
+        self.host_range = byte_range(host)
+        self._allocation = weakref.ref(allocation)
+        self._described = repr(allocation)
+        self._layout = layout
+        self._host: HostArray | None = host
+        self._moves = moves
+        self._fingerprint = _fingerprint(host) if checks and kind == "to_device" else None
 
-    @staticmethod
-    def _room(nbytes: int) -> int:
-        return max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
+    def touches(self, host_range: HostRange) -> bool:
+        """Whether it uses any of these host addresses."""
+        return overlap(self.host_range, host_range)
 
-    def collect(self) -> None:
-        """Give back what is not referred to any more."""
-        while self.dropped:
-            self.release(self.dropped.popleft())
+    def poison(self) -> None:
+        """Make a read of the destination that comes too early show."""
+        if self.kind == "to_host":
+            assert self._host is not None
+            _fill(self._host)
+        else:
+            allocation = self._allocation()
+            if allocation is not None and not allocation.freed:
+                _fill(allocation.view(self._layout))
 
-    def reserve(self, nbytes: int) -> int | None:
-        """Return the address of a new allocation, or None if it does not fit."""
-        self.collect()
-        if self.live_bytes + nbytes > self.capacity:
-            return None
-        address = self._place(self._room(nbytes))
-        if address is None:
-            return None
-        self.live[address] = nbytes
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.allocations += 1
-        return address
+    def land(self) -> None:
+        """Move the bytes, or find out why that cannot be. No lock is held; one thread at a time."""
+        allocation = self._allocation()
+        host = self._host
+        assert host is not None
+        if allocation is None or allocation.freed:
+            self.problem = FreedUnderCopy(
+                f"{self._described} was dropped while a copy of {self.nbytes} bytes ({self.kind}) was in flight: "
+                "keep it until the copy's event was observed"
+            )
+        elif self._fingerprint is not None and _fingerprint(host) != self._fingerprint:
+            self.problem = SourceChanged(
+                f"the host buffer of {self.nbytes} bytes was changed while it was being copied to {self._described}: "
+                "leave it alone until the copy's event was observed"
+            )
+        elif not self._moves:
+            pass
+        elif self.kind == "to_host":
+            np.copyto(host, allocation.view(self._layout))
+        else:
+            np.copyto(allocation.view(self._layout), host)
+        self._host = None
 
-    def _place(self, room: int) -> int | None:
-        reusable = self._reusable.get(room)
-        if reusable:
-            return reusable.pop()
-        address = self._next
-        self._next += room
-        return address
-
-    def release(self, address: int) -> None:
-        """Give an allocation back."""
-        nbytes = self.live.pop(address)
-        self.live_bytes -= nbytes
-        self._reusable.setdefault(self._room(nbytes), []).append(address)
-
-    def validate(self) -> None:
-        """Raise AssertionError unless the totals are right and no address is both live and free."""
-        assert self.live_bytes == sum(self.live.values()), (self.live_bytes, self.live)
-        assert self.live_bytes <= self.capacity, (self.live_bytes, self.capacity)
-        assert self.live_bytes <= self.peak_bytes
-        free = [address for addresses in self._reusable.values() for address in addresses]
-        assert len(free) == len(set(free)), "an address was freed twice"
-        assert not set(free) & self.live.keys(), "an address is both live and free"
+    def completed(self) -> None:
+        """Forget the allocation's side: the copy was observed. The device's lock is held."""
+        allocation = self._allocation()
+        if allocation is not None:
+            allocation.copies.discard(self)
 
 
-class FragmentedHeap(Heap):
-    """Has as many addresses as bytes: an allocation needs free ones side by side, and gets the fewest that will do.
-
-    As a pool of one piece does. O(n log n) for each allocation.
-    """
-
-    def _place(self, room: int) -> int | None:
-        found: tuple[int, int] | None = None
-        start = self._base
-        for address in [*sorted(self.live), self._base + self.capacity]:
-            left = address - start - room
-            if left >= 0 and (found is None or left < found[0]):
-                found = left, start
-            start = address + self._room(self.live.get(address, 0))
-        return None if found is None else found[1]
-
-    def release(self, address: int) -> None:
-        """See the base class."""
-        super().release(address)
-        self._reusable.clear()
-
-    def validate(self) -> None:
-        """See the base class; and that no two allocations have a byte in common."""
-        super().validate()
-        for address, after in pairwise(sorted(self.live)):
-            assert address + self._room(self.live[address]) <= after, "two allocations overlap"
+def _fill(array: HostArray) -> None:
+    if array.size:
+        array.reshape(-1).view(np.uint8)[:] = PENDING

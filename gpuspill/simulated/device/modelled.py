@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuspill.device.host import HostArray, as_bytes, byte_range, copy
+from gpuspill.device.host import HostArray, as_bytes, byte_range
 from gpuspill.device.port import Allocation, CopyPlan, HostBuffer, Stream, StreamKind
 from gpuspill.device.staging import probe
 from gpuspill.simulated.device.costs import HostCosts
@@ -179,7 +179,7 @@ class ModelledDevice(SimulatedDevice):
         """Charge what copying costs; do it if bytes move."""
         with self.clock.call():
             if self.configuration.moves:
-                copy(target, source)
+                np.copyto(target, source)
             fresh = 0 if self._is_pinned(target) else target.nbytes
             self.clock.spend(self._memcpy_seconds(target, fresh, target.nbytes) - self.costs.call)
 

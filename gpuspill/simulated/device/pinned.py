@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from gpuspill.device.host import HostArray, byte_range
 from gpuspill.device.port import FreedUnderCopy, PinnedBuffer
 from gpuspill.simulated.device.memory import FRESH
-
-if TYPE_CHECKING:
-    from gpuspill.simulated.device.schedule import Schedule
+from gpuspill.simulated.device.streams import Schedule
 
 __all__ = ["SimulatedPinned"]
 
