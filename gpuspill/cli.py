@@ -122,7 +122,7 @@ def top(scheduler: str, interval: float, once: bool) -> None:
 
     from gpuspill.distributed.observing import take_sample
     from gpuspill.distributed.settings_report import connect
-    from gpuspill.monitoring.samples import Sample, remembering
+    from gpuspill.monitoring.samples import ClusterSample, remembering
     from gpuspill.monitoring.table import render
 
     screen = console()
@@ -136,7 +136,7 @@ def top(scheduler: str, interval: float, once: bool) -> None:
             time.sleep(interval)
             screen.print(render(now, client.sync(take_sample, client), scheduler))
             return
-        before: Sample | None = None
+        before: ClusterSample | None = None
         try:
             with (
                 suppress(KeyboardInterrupt),

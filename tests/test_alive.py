@@ -14,7 +14,7 @@ from gpuspill.distributed.serialization import DaskSerializer
 from gpuspill.distributed.sizes import measure
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.files import FileStore
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 
 NUMBERS = 131_072  # of 8 bytes: 1 MiB
 
@@ -78,7 +78,7 @@ def nbytes_of(buffer: Any) -> int:
 def test_memory_alive_after_splitting_what_was_read_back(tmp_path, kind, by):
     make, take = CONTAINERS[kind]
     pool = BufferPool(0)
-    kit = Bench(
+    kit = ManagerKit(
         store=FileStore(tmp_path),
         serializer=DaskSerializer(),
         allocate=pool.allocate,

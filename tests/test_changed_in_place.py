@@ -19,7 +19,7 @@ from gpuspill.core.residency import State
 from gpuspill.distributed.serialization import DaskSerializer
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.record import RecordEncoder
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 from tests.things import squeeze
 
 MIB = 2**20
@@ -65,7 +65,7 @@ class Program:
     It ends `lasts` moments later, whether the spill has ended by then or not.
     """
 
-    def __init__(self, kit: Bench, kind: str, moment: int, lasts: int) -> None:
+    def __init__(self, kit: ManagerKit, kind: str, moment: int, lasts: int) -> None:
         self._kit, self._moment, self._lasts = kit, moment, lasts
         _, self._begin, self._end, _ = KINDS[kind]
         self._moments = itertools.count()
@@ -146,7 +146,7 @@ def test_at_every_moment_of_a_write(tmp_path, monkeypatch, record_property, kind
     for lasts in (0, 1, 3, 1000):
         for moment in itertools.count():
             serializer = Watched()
-            kit = Bench(store=FileStore(tmp_path), serializer=serializer, keep_clean=keep_clean)
+            kit = ManagerKit(store=FileStore(tmp_path), serializer=serializer, keep_clean=keep_clean)
             kit.manager.store("a", make())
             if read_before:
                 kit.spill()

@@ -17,7 +17,7 @@ from gpuspill.manager import ProxifyManager
 from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.simulated import asarray
 from gpuspill.storage.files import FileStore
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 from tests.processes import in_child
 from tests.things import Thing
 
@@ -208,7 +208,7 @@ class TestChangingNothing:
             in_child(child)
 
     def test_those_who_wait_in_the_parent_still_do_and_nobody_waits_in_the_child(self):
-        bench = Bench(limit=100)
+        bench = ManagerKit(limit=100)
         bench.manager.store("a", Thing(nbytes=100))
         admission = bench.manager.admission.admit("b", [], 100)
         told = []
@@ -234,7 +234,7 @@ class TestMoments:
     @pytest.mark.parametrize("operation", ["write", "read"])
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_in_the_middle_of_a_move(self, operation, when):
-        bench = Bench(limit=None)
+        bench = ManagerKit(limit=None)
         bench.manager.store("x", Thing("content"))
         bench.manager.store("y", Thing("other"))
         if operation == "read":
@@ -343,5 +343,5 @@ class TestMoments:
 
     def test_nothing_is_kept_alive(self):
         before = len(forks._registry._locks), len(forks._registry._members)
-        Bench(limit=None).manager.close()
+        ManagerKit(limit=None).manager.close()
         assert (len(forks._registry._locks), len(forks._registry._members)) == before

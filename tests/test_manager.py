@@ -14,13 +14,13 @@ from gpuspill.core.sizes import UNKNOWN_NBYTES
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.errors import DataLostError, StorageError
 from gpuspill.manager.ports import PickleSerializer
-from gpuspill.testing.managers import Bench, bench
+from gpuspill.testing.managers import ManagerKit, bench
 from tests.things import SHARED, VALUES, Thing, Unpicklable, assert_same, fresh, squeeze, the_values
 
 
 @pytest.fixture
-def kit() -> Iterator[Bench]:
-    kit = Bench()
+def kit() -> Iterator[ManagerKit]:
+    kit = ManagerKit()
     yield kit
     kit.close()
 
@@ -365,7 +365,7 @@ def test_evict_all(kit, nbytes):
 
 
 def test_prefetch_takes_free_room_only():
-    kit = Bench(250)
+    kit = ManagerKit(250)
     manager = kit.manager
     for key in "abcd":
         manager.store(key, Thing(key))
@@ -396,7 +396,7 @@ def test_a_prefetch_that_fails_troubles_nobody(kit):
 
 
 def test_a_known_use_keeps_a_value_in_memory():
-    kit = Bench()
+    kit = ManagerKit()
     manager = kit.manager
     for key in "abc":
         manager.store(key, Thing(key))
@@ -412,7 +412,7 @@ def test_a_known_use_keeps_a_value_in_memory():
 
 
 def test_the_offset_spills_and_memory_total_is_without_it():
-    kit = Bench(250)
+    kit = ManagerKit(250)
     for key in "ab":
         kit.manager.store(key, Thing(key))
     kit.manager.limits.set_offset(100)
@@ -434,7 +434,7 @@ def test_work_is_reported_without_a_lock_held():
         assert not kit.manager._metadata._lock._is_owned()
         told.append((label, value, unit))
 
-    kit = Bench(observer=observer)
+    kit = ManagerKit(observer=observer)
     kit.manager.store("a", Thing())
     kit.manager.get("a")
     kit.spill("a")
@@ -482,7 +482,7 @@ def test_frames_are_what_the_allocator_gives():
         asked.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    kit = Bench(allocate=allocate)
+    kit = ManagerKit(allocate=allocate)
     kit.manager.store("a", np.arange(100.0))
     kit.spill("a")
     kit.manager.get("a")
@@ -491,7 +491,7 @@ def test_frames_are_what_the_allocator_gives():
 
 
 def test_tasks_come_before_transfers():
-    kit = Bench(100)
+    kit = ManagerKit(100)
     kit.manager.store("a", Thing(), 100)
     granted = []
     transfer = kit.manager.admission.reserve(50, Kind.TRANSFER)
@@ -516,7 +516,7 @@ class Broken(PickleSerializer):
 
 
 def test_a_serialiser_may_add_empty_frames():
-    kit = Bench(serializer=Broken())
+    kit = ManagerKit(serializer=Broken())
     kit.manager.store("a", [1, 2])
     kit.spill("a")
     assert kit.manager.get("a") == [1, 2]

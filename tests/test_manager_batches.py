@@ -9,7 +9,7 @@ import pytest
 from gpuspill.errors import ManagerClosed
 from gpuspill.manager.ports import Encoded
 from gpuspill.manager.transaction import BATCH, at_once
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 
 
 class WatchedLock:
@@ -40,13 +40,13 @@ class WatchedLock:
         self._calls += self._depth > 0 and event in ("call", "c_call")
 
 
-Action = Callable[[Bench, list[str]], object]
+Action = Callable[[ManagerKit, list[str]], object]
 
 
 def _pinned(then: Action) -> Action:
     """Do something with the inputs of an admission."""
 
-    def act(kit: Bench, keys: list[str]) -> None:
+    def act(kit: ManagerKit, keys: list[str]) -> None:
         with kit.manager.admission.admit(None, keys) as admission:
             then(kit, admission)  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ ACTIONS: dict[str, Action] = {
     "expect": lambda kit, keys: kit.manager.uses.expect(keys, (1,), "task"),
     "drop": lambda kit, keys: kit.manager.uses.drop(keys, "task"),
     "prefetch": lambda kit, keys: kit.manager.uses.prefetch(keys),
-    "renew": lambda kit, keys: kit.manager.renew(keys),
+    "invalidate": lambda kit, keys: kit.manager.invalidate(keys),
     "look_together": lambda kit, keys: kit.manager.look_together(keys),
     "discard_together": lambda kit, keys: kit.manager.discard_together(keys),
     "store_encoded_together": lambda kit, keys: kit.manager.store_encoded_together(
@@ -74,7 +74,7 @@ ACTIONS: dict[str, Action] = {
 
 
 def most_calls(action: Action, count: int) -> int:
-    kit = Bench()
+    kit = ManagerKit()
     keys = [f"key-{number}" for number in range(count)]
     for key in keys:
         kit.manager.store(key, key.encode(), 100)
@@ -100,7 +100,7 @@ def test_a_hold_of_the_lock_does_not_grow_with_the_number_of_keys(name):
 
 
 def test_few_inputs_take_one_hold_of_the_lock_to_be_pinned_and_one_to_be_let_go():
-    kit = Bench()
+    kit = ManagerKit()
     kit.manager.store("a", [1], 100)
     metadata = kit.manager._metadata
     lock = metadata._lock = WatchedLock(metadata._lock)  # type: ignore[assignment]
@@ -113,16 +113,16 @@ def test_few_inputs_take_one_hold_of_the_lock_to_be_pinned_and_one_to_be_let_go(
     kit.close()
 
 
-BEGIN: dict[str, Callable[[Bench, Any], Any]] = {
+BEGIN: dict[str, Callable[[ManagerKit, Any], Any]] = {
     "export": lambda kit, admission: kit.manager.batch.export(admission),
     "materialize_later": lambda kit, admission: kit.manager.batch.materialize_later(admission),
     "get_many": lambda kit, admission: kit.manager.batch.get_many(admission.pids),
 }
 
 
-def on_disk(count: int) -> tuple[Bench, Any]:
+def on_disk(count: int) -> tuple[ManagerKit, Any]:
     """Return a bench with so many values on disk, and an admission of all of them."""
-    kit = Bench()
+    kit = ManagerKit()
     for number in range(count):
         kit.manager.store(number, [number], 100)
     kit.spill()
@@ -176,7 +176,7 @@ def test_reads_of_many_values_that_have_not_been_begun(name, end):
 
 
 def test_nothing_stays_pinned_if_an_input_is_unknown():
-    kit = Bench()
+    kit = ManagerKit()
     for number in range(3 * BATCH):
         kit.manager.store(number, [number], 100)
     with pytest.raises(KeyError, match="unknown"):
@@ -187,7 +187,7 @@ def test_nothing_stays_pinned_if_an_input_is_unknown():
 
 @pytest.mark.parametrize("turns", range(1, 4))
 def test_pieces_that_are_given_up_leave_no_pins(turns):
-    kit = Bench()
+    kit = ManagerKit()
     for number in range(4 * BATCH):
         kit.manager.store(number, [number], 100)
     pieces = kit.manager.admission.admit_in_pieces("out", range(4 * BATCH), 100)
@@ -210,7 +210,7 @@ def test_pieces_that_are_given_up_leave_no_pins(turns):
 
 def test_inputs_that_are_let_go_make_room_before_another_one_is_let_in_beyond_the_limit():
     """Who waits for the end of an overcommit finds what was pinned by it."""
-    kit = Bench(limit=100)
+    kit = ManagerKit(limit=100)
     kit.manager.store("input", [1], 100)
     holder = kit.manager.admission.admit(None, ["input"], 50)
     waiting = kit.manager.admission.admit(None, (), 50)

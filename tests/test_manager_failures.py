@@ -12,13 +12,13 @@ import pytest
 from gpuspill.core.residency import State, Tier
 from gpuspill.errors import DataLostError, StorageError, StorageFull, cut_loose
 from gpuspill.manager.ports import PickleSerializer
-from gpuspill.testing.managers import Bench, bench
+from gpuspill.testing.managers import ManagerKit, bench
 from tests.things import Delegating, Endless, Exiting, Nested, Thing, Unloadable, Unpicklable, squeeze
 
 
 @pytest.fixture
-def kit() -> Iterator[Bench]:
-    kit = Bench()
+def kit() -> Iterator[ManagerKit]:
+    kit = ManagerKit()
     yield kit
     kit.close()
 
@@ -231,7 +231,7 @@ def test_a_disk_that_stays_full_is_not_asked_all_the_time(kit):
 class Disk:
     """A store's disk on which only values below a size find room; it notes when what was tried."""
 
-    def __init__(self, kit: Bench, room: float = 0) -> None:
+    def __init__(self, kit: ManagerKit, room: float = 0) -> None:
         self.kit, self.room = kit, room
         self.refused: list[float] = []
         write = kit.store.write
@@ -420,7 +420,7 @@ def test_evicting_an_unchanged_value_again_writes_nothing(kit):
 
 
 def test_without_clean_copies_what_is_in_memory_is_what_is_written():
-    kit = Bench(keep_clean=False)
+    kit = ManagerKit(keep_clean=False)
     kit.manager.store("a", Thing(0))
     for n in range(1, 4):
         kit.spill("a")
@@ -434,7 +434,7 @@ def test_without_clean_copies_what_is_in_memory_is_what_is_written():
 
 
 def test_without_clean_copies_a_spill_that_is_no_longer_needed_leaves_nothing():
-    kit = Bench(keep_clean=False)
+    kit = ManagerKit(keep_clean=False)
     kit.manager.store("a", Thing(0))
 
     def hook(operation, when):

@@ -12,13 +12,13 @@ import pytest
 from gpuspill.core.residency import State, Tier
 from gpuspill.distributed.serialization import DaskSerializer
 from gpuspill.manager.knots import knots
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 from tests.things import SHARED, VALUES, Thing, assert_same, fresh, squeeze
 
 
 @pytest.fixture
-def kit() -> Iterator[Bench]:
-    kit = Bench()
+def kit() -> Iterator[ManagerKit]:
+    kit = ManagerKit()
     yield kit
     kit.close()
 
@@ -26,7 +26,7 @@ def kit() -> Iterator[Bench]:
 @pytest.mark.fault("held by user code", on="host→disk", outcome="stays; others go instead")
 @pytest.mark.parametrize("kind", sorted(VALUES.keys() - SHARED))
 def test_a_value_that_somebody_holds_stays(kind):
-    kit = Bench()
+    kit = ManagerKit()
     value = fresh(kind)
     kit.manager.store("a", value, 100)
     pause = squeeze(kit)
@@ -59,7 +59,7 @@ def test_a_view_holds_what_it_views(kit):
 
 def test_a_view_of_a_restored_array_holds_it():
     """As workers restore them. What pickle rebuilds is a view itself, of which numpy's views do not know."""
-    kit = Bench(serializer=DaskSerializer())
+    kit = ManagerKit(serializer=DaskSerializer())
     kit.manager.store("a", np.arange(100.0).reshape(10, 10))
     kit.spill("a")
     for make_view in (lambda x: x[1:3], lambda x: x.T, lambda x: x.reshape(-1), lambda x: x[2:][::2]):
@@ -125,21 +125,21 @@ class Knot(Thing):
         self.me = self
 
 
-def outlast_patience(kit: Bench, looks: int = 10) -> None:
+def outlast_patience(kit: ManagerKit, looks: int = 10) -> None:
     squeeze(kit)
     for _ in range(looks):
         kit.clock.advance(1)
         kit.engine.spill_all()
 
 
-def outlast_all_patience(kit: Bench) -> None:
+def outlast_all_patience(kit: ManagerKit) -> None:
     outlast_patience(kit, 25)
 
 
 @pytest.mark.parametrize("kind", sorted(VALUES.keys() - SHARED))
 def test_what_somebody_holds_is_charged_until_it_goes(kind):
     """Also if that lasts: writing it would free nothing."""
-    kit = Bench()
+    kit = ManagerKit()
     value = fresh(kind)
     kit.manager.store("a", value, 100)
     outlast_all_patience(kit)

@@ -6,7 +6,7 @@ import pytest
 
 from gpuspill.core.budget import Kind
 from gpuspill.core.line import AGEING
-from gpuspill.testing.managers import Bench, bench
+from gpuspill.testing.managers import ManagerKit, bench
 
 MB = 10**6
 
@@ -15,14 +15,14 @@ class Thing:
     """Something with a size."""
 
 
-def full(kit: Bench, *, pinned: bool = True) -> None:
+def full(kit: ManagerKit, *, pinned: bool = True) -> None:
     """Fill memory with one value, which a task uses."""
     kit.manager.store("x", Thing(), kit.manager.limits.limit)
     if pinned:
         kit.running = kit.manager.admission.admit("running", ["x"])  # type: ignore[attr-defined]
 
 
-def promised(kit: Bench) -> int:
+def promised(kit: ManagerKit) -> int:
     """Bytes that are in memory, or are promised to be."""
     kit.manager.validate()
     return kit.manager.accounted_total()

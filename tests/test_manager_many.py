@@ -7,13 +7,13 @@ from concurrent.futures import CancelledError
 import pytest
 
 from gpuspill.errors import ManagerClosed, StorageError
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 from tests.things import Thing
 
 
 @pytest.fixture
-def kit() -> Iterator[Bench]:
-    kit = Bench()
+def kit() -> Iterator[ManagerKit]:
+    kit = ManagerKit()
     yield kit
     kit.close()
 
@@ -71,7 +71,7 @@ def test_get_many_delivers_what_is_deleted_or_overwritten_meanwhile(kit):
 @pytest.mark.fault("cancelled meanwhile", on="disk→host", outcome="nothing pinned, nothing promised")
 @pytest.mark.parametrize("when", ["waiting", "queued", "reading", "done"])
 def test_cancelling_get_many_leaves_everything_in_order(when):
-    kit = Bench(1000)
+    kit = ManagerKit(1000)
     manager = kit.manager
     manager.store("a", Thing("a"))
     kit.spill("a")
@@ -204,7 +204,7 @@ def test_nothing_is_spilled_or_waited_for_after_closing(kit):
 
 
 def test_everything_is_evicted_whatever_the_offset():
-    kit = Bench(100)
+    kit = ManagerKit(100)
     kit.manager.limits.set_offset(-1000)
     kit.manager.store("a", Thing())
     kit.manager.limits.evict_all()
@@ -214,7 +214,7 @@ def test_everything_is_evicted_whatever_the_offset():
 
 
 def test_closing_grants_what_waits():
-    kit = Bench(100)
+    kit = ManagerKit(100)
     kit.manager.store("a", Thing())
     waits = kit.manager.admission.admit("out", (), 50)
     assert not waits.granted
@@ -227,7 +227,7 @@ def test_closing_grants_what_waits():
 def test_a_closed_manager_lets_its_values_go(kit):
     value = Thing()
     gone = weakref.ref(value)
-    other = Bench()
+    other = ManagerKit()
     other.manager.store("a", value)
     del value
     other.close()

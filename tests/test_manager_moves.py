@@ -8,13 +8,13 @@ import pytest
 
 from gpuspill.core.residency import State
 from gpuspill.errors import DataLostError, ManagerClosed, RecordCorrupt, StorageError, StorageFull
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 from tests.things import Thing, squeeze
 
 
 @pytest.fixture
-def kit() -> Iterator[Bench]:
-    kit = Bench()
+def kit() -> Iterator[ManagerKit]:
+    kit = ManagerKit()
     yield kit
     kit.close()
 
@@ -195,7 +195,7 @@ ACTIONS = {
 BLOCKING = {"get", "materialize", "alias"}
 
 
-def materialize(kit: Bench) -> Any:
+def materialize(kit: ManagerKit) -> Any:
     with kit.manager.admission.admit(None, ["a"]) as admission:
         return kit.manager.batch.materialize(admission)
 
@@ -206,7 +206,7 @@ def test_anything_between_any_two_steps_of_anything(first, start):
     """One call is cut at each place where it lets go of the lock, and another one is put in."""
     for second in sorted(ACTIONS):
         for nth in range(1, 12):
-            kit = Bench()
+            kit = ManagerKit()
             kit.pins, kit.futures = [], []
             manager = kit.manager
             manager.store("a", Thing("old"))

@@ -7,13 +7,13 @@ import pytest
 
 from gpuspill.core.residency import State, Tier
 from gpuspill.errors import StorageFull
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 from tests.things import VALUES, Thing, fresh, squeeze
 
 
 @pytest.fixture
-def kit() -> Iterator[Bench]:
-    kit = Bench()
+def kit() -> Iterator[ManagerKit]:
+    kit = ManagerKit()
     yield kit
     kit.close()
 
@@ -111,7 +111,7 @@ def test_reading_from_disk_on_the_loop_is_counted(kit):
 
 def test_reading_touches_looking_does_not():
     for use in ("get", "peek", "get_many", "materialize", "look", "nbytes"):
-        kit = Bench()
+        kit = ManagerKit()
         manager = kit.manager
         for key in "ab":
             manager.store(key, Thing(key))
@@ -145,7 +145,7 @@ def test_times_are_those_of_the_clock(kit):
 @pytest.mark.parametrize("awaited", [True, False])
 def test_the_time_that_somebody_waited(awaited):
     """Not of those who go on whether there is room or not, as tasks do if admission is off."""
-    kit = Bench(100)
+    kit = ManagerKit(100)
     kit.manager.store("a", Thing())
     kit.store.hook = lambda operation, when: kit.clock.advance(5)
     admission = kit.manager.admission.admit("out", (), 50)

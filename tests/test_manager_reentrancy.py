@@ -19,14 +19,14 @@ from gpuspill.core.residency import Tier
 from gpuspill.errors import ManagerClosed
 from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.manager.transaction import Policy, at_once, policy_of
-from gpuspill.testing.managers import Bench, bench
+from gpuspill.testing.managers import ManagerKit, bench
 from gpuspill.testing.values import Plain
 from tests.tracing import interrupted
 
 
-def make() -> Bench:
+def make() -> ManagerKit:
     """Return a manager with values in each state, over its limit by a little."""
-    kit = Bench()
+    kit = ManagerKit()
     for key in "abcdef":
         kit.manager.store(key, Plain(key), 100)
     kit.spill("a", "b", "c")
@@ -39,7 +39,7 @@ def make() -> Bench:
     return kit
 
 
-EVENTS: dict[str, Callable[[Bench], Any]] = {
+EVENTS: dict[str, Callable[[ManagerKit], Any]] = {
     "store": lambda kit: kit.manager.store("new", Plain("new"), 100),
     "overwrite what is on disk": lambda kit: kit.manager.store("a", Plain("new"), 100),
     "overwrite what is in memory": lambda kit: kit.manager.store("c", Plain("new"), 100),
@@ -52,23 +52,23 @@ EVENTS: dict[str, Callable[[Bench], Any]] = {
 }
 
 
-def adopt(kit: Bench) -> None:
+def adopt(kit: ManagerKit) -> None:
     kit.manager.adopt("late", 100, kit.store.write(*PickleSerializer().dumps(Plain("late"))))
 
 
-def store_encoded(kit: Bench) -> None:
+def store_encoded(kit: ManagerKit) -> None:
     kit.manager.store_encoded("late", Encoded(*PickleSerializer().dumps(Plain("late")), 100))
 
 
-def set_limit(kit: Bench, limit: int) -> None:
+def set_limit(kit: ManagerKit, limit: int) -> None:
     kit.manager.limits.set_limit(limit, None)
 
 
 #: A call of each public method of the manager and of its parts.
-CALLS: dict[str, Callable[[Bench], Any]] = {
+CALLS: dict[str, Callable[[ManagerKit], Any]] = {
     # the manager's
     "store": lambda kit: kit.manager.store("c", Plain("late"), 100),
-    "renew": lambda kit: kit.manager.renew(["b"]),
+    "invalidate": lambda kit: kit.manager.invalidate(["b"]),
     "store_encoded": store_encoded,
     "store_encoded_together": lambda kit: kit.manager.store_encoded_together(
         {"late": Encoded(*PickleSerializer().dumps(Plain("late")), 100)}
@@ -179,7 +179,7 @@ def frozen(thing: object, seen: frozenset[int] = frozenset()) -> object:
     return thing if isinstance(thing, (int, float, str, Enum)) else id(thing)
 
 
-def call_in_the_middle(kit: Bench, name: str) -> object:
+def call_in_the_middle(kit: ManagerKit, name: str) -> object:
     """Do a call in the middle of a change, in which it changes nothing; return what it returns."""
     with kit.manager._metadata as state:
         before = frozen(state)
@@ -202,7 +202,7 @@ def test_what_is_put_off_is_done_when_the_change_is_complete(name):
     kit.manager.validate()
 
 
-def statistics(kit: Bench) -> Any:
+def statistics(kit: ManagerKit) -> Any:
     return kit.manager.statistics(), sorted(kit.manager), kit.manager.limits.limit, kit.manager.limits.offset
 
 
@@ -235,7 +235,9 @@ def test_closing_what_is_closed_is_nothing_in_the_middle_of_a_change():
         kit.manager.limits.evict_all()
 
 
-def interrupt(kit: Bench, event: Callable[[Bench], Any], nth: int, action: Callable[[Bench], Any]) -> bool:
+def interrupt(
+    kit: ManagerKit, event: Callable[[ManagerKit], Any], nth: int, action: Callable[[ManagerKit], Any]
+) -> bool:
     """Run `event`, and `action` before the n-th line it runs under the lock; return whether there is such a line."""
     lock = kit.manager._metadata._lock
 
@@ -288,7 +290,7 @@ def test_interrupted_at_any_line(event, first):
 
 
 def test_a_deserialiser_that_reads_what_it_is_rebuilding():
-    kit = Bench()
+    kit = ManagerKit()
     kit.manager.store("a", Plain("a"), 100)
     kit.spill("a")
     inner = []

@@ -14,7 +14,7 @@ import pytest
 
 from gpuspill.errors import DataLostError
 from gpuspill.manager.proxy import Proxy
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 
 Pair = namedtuple("Pair", "left right")
 
@@ -25,8 +25,8 @@ class Record:
 
 
 @pytest.fixture
-def kit() -> Iterator[Bench]:
-    kit = Bench()
+def kit() -> Iterator[ManagerKit]:
+    kit = ManagerKit()
     yield kit
     kit.close()
 

@@ -13,7 +13,7 @@ from gpuspill.distributed.serialization import DaskSerializer
 from gpuspill.distributed.sizes import measure
 from gpuspill.manager.insert import VIEW_NBYTES
 from gpuspill.manager.ports import Encoded
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 
 N = 10_000
 NBYTES = 8 * N
@@ -29,7 +29,7 @@ def sizeof(value):
 
 @pytest.fixture
 def kit():
-    kit = Bench(serializer=DaskSerializer(), shared=shared_memory, sizeof=sizeof)
+    kit = ManagerKit(serializer=DaskSerializer(), shared=shared_memory, sizeof=sizeof)
     yield kit
     for key in list(kit.manager):
         kit.manager.discard(key)
@@ -387,7 +387,7 @@ def test_what_may_change_by_another_value_is_compared_with_its_record(kind):
 
     whole = base() if kind == "arrays" else pd.DataFrame({"x": base()})
     serializer = Counting()
-    kit = Bench(serializer=serializer, shared=shared_memory, sizeof=measure)
+    kit = ManagerKit(serializer=serializer, shared=shared_memory, sizeof=measure)
     for number in range(2):
         kit.manager.store(number, whole[number * N // 2 : (number + 1) * N // 2])
     del whole

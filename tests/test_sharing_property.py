@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.distributed.serialization import DaskSerializer
 from gpuspill.manager.insert import VIEW_NBYTES
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 
 KEYS = st.sampled_from("abcdef")
 ROWS = 40
@@ -69,7 +69,7 @@ class Host(RuleBasedStateMachine):
 
     @initialize(limit=st.sampled_from([None, 0, 5000, 20_000]), keep_clean=st.booleans())
     def begin(self, limit, keep_clean):
-        self.kit = Bench(
+        self.kit = ManagerKit(
             limit,
             serializer=DaskSerializer(),
             shared=lambda value: shared_memory(value, MINIMUM),

@@ -14,11 +14,11 @@ from gpuspill.errors import StorageError
 from gpuspill.manager import story
 from gpuspill.manager.story import Event
 from gpuspill.simulated.arrays.creation import ones
-from gpuspill.testing.managers import Bench, bench
+from gpuspill.testing.managers import ManagerKit, bench
 from gpuspill.testing.values import Plain
 
 
-def happened(kit: Bench, key: object) -> list[tuple[str, str]]:
+def happened(kit: ManagerKit, key: object) -> list[tuple[str, str]]:
     return [(event.what, event.tier) for event in kit.manager.story(key)]
 
 
@@ -107,7 +107,7 @@ def in_the_middle(manager) -> None:
 
 @pytest.mark.parametrize("read", READS)
 def test_the_error_of_a_lost_value_tells_its_story(read):
-    kit = Bench()
+    kit = ManagerKit()
     kit.manager.store("a", Plain("a"), 100)
     kit.manager.store("other", Plain("other"), 100)
     kit.spill()
@@ -150,7 +150,7 @@ def test_events_are_bounded_and_keep_nothing_alive(monkeypatch):
 
 
 def test_tables_that_contradict_each_other_come_with_the_last_events():
-    kit = Bench()
+    kit = ManagerKit()
     kit.manager.store("a", Plain("a"), 100)
     kit.spill("a")
     kit.manager._metadata.state.memory.used += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 
 
 class Thing:
@@ -154,7 +154,7 @@ def assert_same(value: Any, expected: Any) -> None:
         assert value == expected
 
 
-def squeeze(kit: Bench) -> float:
+def squeeze(kit: ManagerKit) -> float:
     """Ask for everything to be evicted, once."""
     kit.manager.limits.set_limit(0, None)
     return kit.engine.spill_all()

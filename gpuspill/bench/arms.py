@@ -14,7 +14,7 @@ from distributed import Client, LocalCluster, Worker
 
 import gpuspill
 from gpuspill.bench.delay import delay_files
-from gpuspill.bench.watch import Watch
+from gpuspill.bench.watch import WatchPlugin
 from gpuspill.errors import ConfigError
 
 __all__ = ["ARMS", "BASELINE", "SMALL_WORKERS", "Arm", "ClusterShape", "open_cluster", "parse_arms"]
@@ -155,7 +155,7 @@ def open_cluster(
     arm: Arm,
     shape: ClusterShape,
     *,
-    watch: Watch | None = None,
+    watch: WatchPlugin | None = None,
     delay: float = 0.0,
     silence: int | None = None,
 ) -> Iterator[Client]:

@@ -16,7 +16,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gpuspill.bench.job import Job
+    from gpuspill.bench.job import Benchmark
 
 __all__ = ["ByteSize", "bench", "console", "progress"]
 
@@ -66,7 +66,7 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 
-def _measure(job: Job, arms: str, repeat: int, json_path: Path | None) -> None:
+def _measure(job: Benchmark, arms: str, repeat: int, json_path: Path | None) -> None:
     from gpuspill.bench.job import benchmark
     from gpuspill.bench.report import render, save
 
@@ -252,9 +252,9 @@ def transfer(
     json_path: Path | None,
 ) -> None:
     """Let a worker with more data than memory hand all of it to a peer."""
-    from gpuspill.bench.transfer import Transfer
+    from gpuspill.bench.transfer import TransferBenchmark
 
-    job = Transfer(limit=limit, ratio=ratio, chunk=chunk, threads=nthreads, peer=peer)
+    job = TransferBenchmark(limit=limit, ratio=ratio, chunk=chunk, threads=nthreads, peer=peer)
     _measure(job, arms, repeat, json_path)
 
 

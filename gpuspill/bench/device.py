@@ -26,10 +26,10 @@ from distributed import Client, Worker, WorkerPlugin, get_worker, wait
 from gpuspill import simulated
 from gpuspill.bench.arms import ARMS as ALL_ARMS
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample
-from gpuspill.bench.watch import Watch, figures, restart
+from gpuspill.bench.watch import WatchPlugin, figures, restart
 from gpuspill.device.port import DeviceStatistics
 from gpuspill.errors import ConfigError
 from gpuspill.simulated.device.device import SimulatedStream
@@ -81,7 +81,7 @@ class _Usage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceJob(Job):
+class DeviceJob(Benchmark):
     """The job and the device it runs on. Sizes and bandwidths as if all bytes were there.
 
     Parameters
@@ -194,7 +194,7 @@ class DeviceJob(Job):
         shape = ClusterShape(workers=1, threads=self.threads, memory_limit=0)
         with (
             dask.config.set(self._config(arm)),
-            open_cluster(arm, shape, watch=Watch(), silence=logging.CRITICAL) as client,
+            open_cluster(arm, shape, watch=WatchPlugin(), silence=logging.CRITICAL) as client,
         ):
             client.register_plugin(_Streams())
             client.submit(_warm_up, pure=False).result(timeout=self.timeout)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpuspill.bench.arms import ARMS, Arm
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.probes import LoopProbe
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample
@@ -50,7 +50,7 @@ _PATIENCE = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fair(Job):
+class Fair(Benchmark):
     """How many of each.
 
     Parameters

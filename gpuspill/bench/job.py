@@ -13,10 +13,10 @@ from gpuspill.bench.report import Result, Row
 from gpuspill.bench.runner import Metrics, Sample, interleave
 from gpuspill.errors import ConfigError
 
-__all__ = ["Job", "benchmark"]
+__all__ = ["Benchmark", "benchmark"]
 
 
-class Job(ABC):
+class Benchmark(ABC):
     """A job that can be done on several arms and whose result is known; its subclasses are dataclasses."""
 
     __slots__ = ()
@@ -82,7 +82,7 @@ class Job(ABC):
         return []
 
 
-def benchmark(job: Job, arms: str, repeat: int, progress: Callable[[str], None] = lambda line: None) -> Result:
+def benchmark(job: Benchmark, arms: str, repeat: int, progress: Callable[[str], None] = lambda line: None) -> Result:
     """Compute the right result, then do a job ``repeat`` times on each arm, in turns.
 
     Parameters

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from distributed.spill import SpillBuffer
 
 from gpuspill.bench.arms import ARMS, Arm
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.report import Row, sparkline
 from gpuspill.bench.runner import Metrics, Sample, spread
 from gpuspill.config import Settings
@@ -143,7 +143,7 @@ _STORES: Mapping[str, Callable[[Path], StoreUnderTest]] = {"stock": StockStore, 
 
 
 @dataclass(frozen=True, slots=True)
-class Keys(Job):
+class Keys(Benchmark):
     """How many keys, their size, and how many operations to time.
 
     Parameters

@@ -21,7 +21,7 @@ import numpy as np
 
 from gpuspill import simulated
 from gpuspill.bench.arms import Arm
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample
 from gpuspill.errors import ConfigError
@@ -72,7 +72,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class LinkJob(Job):
+class LinkJob(Benchmark):
     """Values that leave a device for host memory, and come back.
 
     Parameters

@@ -24,10 +24,10 @@ from distributed import Client, wait
 
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
 from gpuspill.bench.environment import back_memory
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics
-from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
+from gpuspill.bench.watch import WatchPlugin, WorkerFigures, figures, restart
 from gpuspill.errors import ConfigError
 
 __all__ = ["ROWS", "PersistSum"]
@@ -59,7 +59,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class PersistSum(Job):
+class PersistSum(Benchmark):
     """The job and the cluster it runs on.
 
     Parameters
@@ -156,7 +156,7 @@ class PersistSum(Job):
         # configuration.
         with (
             dask.config.set({"distributed.scheduler.active-memory-manager.start": False}),
-            open_cluster(arm, shape, watch=Watch(), delay=self.delay, silence=logging.CRITICAL) as client,
+            open_cluster(arm, shape, watch=WatchPlugin(), delay=self.delay, silence=logging.CRITICAL) as client,
         ):
             client.submit(_warm_up, pure=False).result(timeout=self.timeout)
             back_memory(self.chunks * self.chunk + 2 * self.limit)

@@ -24,7 +24,7 @@ from distributed import Client, Event, Worker, metrics, wait, worker_client
 
 from gpuspill.bench.arms import ARMS as ALL_ARMS
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample
 from gpuspill.errors import ConfigError
@@ -61,7 +61,7 @@ _EVENT = "gpuspill-bench-go"
 
 
 @dataclass(frozen=True, slots=True)
-class Priority(Job):
+class Priority(Benchmark):
     """The stream, the disk and the urgent task.
 
     Parameters

@@ -21,10 +21,10 @@ from distributed import Client
 
 from gpuspill.bench.arms import BASELINE, SMALL_WORKERS, Arm, ClusterShape, open_cluster
 from gpuspill.bench.environment import back_memory
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample, paired_ratio, spread
-from gpuspill.bench.watch import Watch, figures, restart
+from gpuspill.bench.watch import WatchPlugin, figures, restart
 from gpuspill.bench.workloads import WORKLOADS, Workload
 from gpuspill.demo.jobs import Answers
 from gpuspill.errors import ConfigError
@@ -44,7 +44,7 @@ _ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Suite(Job):
+class Suite(Benchmark):
     """Workloads, and the clusters they run on.
 
     Parameters
@@ -158,7 +158,7 @@ class Suite(Job):
         settings = {**SMALL_WORKERS, "distributed.scheduler.active-memory-manager.start": False}
         with (
             dask.config.set(settings),
-            open_cluster(arm, shape, watch=Watch(), silence=logging.CRITICAL) as client,
+            open_cluster(arm, shape, watch=WatchPlugin(), silence=logging.CRITICAL) as client,
         ):
             client.run(_import)
             back_memory(2 * self.nbytes)

@@ -22,10 +22,10 @@ from typing import Any, ClassVar, TypeVar
 from distributed import Client, Future, Nanny, Scheduler, SpecCluster, Worker, wait
 
 from gpuspill.bench.arms import ARMS, BASELINE, Arm, ClusterShape, open_cluster
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample, paired_difference
-from gpuspill.bench.watch import Watch, figures, restart, store_counters
+from gpuspill.bench.watch import WatchPlugin, figures, restart, store_counters
 from gpuspill.errors import ConfigError
 
 __all__ = ["CONTROL", "MODES", "ROWS", "Tiny"]
@@ -53,7 +53,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Tiny(Job):
+class Tiny(Benchmark):
     """The tasks and where they run.
 
     Parameters
@@ -120,7 +120,7 @@ class Tiny(Job):
     ) -> list[Sample]:
         """Let the workers of all arms take turns; one after the other if they have to live in this process."""
         if self.mode == "inprocess":
-            return Job.measure(self, arms, repeat, expected, progress)  # super() does not go with slots
+            return Benchmark.measure(self, arms, repeat, expected, progress)  # super() does not go with slots
         samples = []
         for number in range(repeat):
             try:
@@ -169,7 +169,7 @@ class Tiny(Job):
     def run(self, arm: Arm, expected: Sequence[int]) -> Metrics:
         """Do the job once, in a fresh cluster that lives in this process."""
         shape = ClusterShape(threads=self.threads, processes=False)
-        with open_cluster(arm, shape, watch=Watch(), silence=logging.CRITICAL) as client:
+        with open_cluster(arm, shape, watch=WatchPlugin(), silence=logging.CRITICAL) as client:
             wait(client.map(_increment, range(100), pure=False), timeout=self.timeout)
             restart(client)
             started = time.perf_counter()

@@ -26,14 +26,14 @@ from distributed.spill import SpillBuffer
 from gpuspill.bench.arms import ARMS as ALL_ARMS
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
 from gpuspill.bench.environment import back_memory
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.probes import resident_bytes
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics, Sample
-from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
+from gpuspill.bench.watch import WatchPlugin, WorkerFigures, figures, restart
 from gpuspill.errors import ConfigError
 
-__all__ = ["ARMS", "ROWS", "Transfer"]
+__all__ = ["ARMS", "ROWS", "TransferBenchmark"]
 
 ARMS: Mapping[str, Arm] = {
     "stock": ALL_ARMS["stock"],
@@ -75,7 +75,7 @@ class _Resident(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer(Job):
+class TransferBenchmark(Benchmark):
     """The data and the two workers.
 
     Parameters
@@ -161,7 +161,7 @@ class Transfer(Job):
         shape = ClusterShape(workers=1, threads=self.threads, memory_limit=self.limit)
         with (
             dask.config.set({"distributed.scheduler.active-memory-manager.start": False}),
-            open_cluster(arm, shape, watch=Watch(), silence=logging.CRITICAL) as client,
+            open_cluster(arm, shape, watch=WatchPlugin(), silence=logging.CRITICAL) as client,
         ):
             (sender,) = client.scheduler_info(n_workers=-1)["workers"]
             peer = self._add_peer(client, sender)

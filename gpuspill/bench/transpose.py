@@ -22,10 +22,10 @@ from distributed import wait
 
 from gpuspill.bench.arms import Arm, ClusterShape, open_cluster
 from gpuspill.bench.environment import back_memory
-from gpuspill.bench.job import Job
+from gpuspill.bench.job import Benchmark
 from gpuspill.bench.report import Row
 from gpuspill.bench.runner import Metrics
-from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
+from gpuspill.bench.watch import WatchPlugin, WorkerFigures, figures, restart
 from gpuspill.errors import ConfigError
 
 __all__ = ["ROWS", "Transpose"]
@@ -51,7 +51,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose(Job):
+class Transpose(Benchmark):
     """The job and the cluster it runs on.
 
     Parameters
@@ -147,7 +147,7 @@ class Transpose(Job):
         shape = ClusterShape(workers=self.workers, threads=self.threads, memory_limit=self.limit)
         with (
             dask.config.set({"distributed.scheduler.active-memory-manager.start": False}),
-            open_cluster(arm, shape, watch=Watch(), silence=logging.CRITICAL) as client,
+            open_cluster(arm, shape, watch=WatchPlugin(), silence=logging.CRITICAL) as client,
         ):
             for address in client.scheduler_info(n_workers=-1)["workers"]:
                 client.submit(_warm_up, workers=[address], pure=False).result(timeout=self.timeout)

@@ -29,7 +29,7 @@ from gpuspill.bench.probes import (
 __all__ = [
     "HEARTBEAT",
     "StoreCounters",
-    "Watch",
+    "WatchPlugin",
     "WorkerFigures",
     "figures",
     "restart",
@@ -141,7 +141,7 @@ class WorkerFigures:
     stolen: float | None
 
 
-class Watch(WorkerPlugin):
+class WatchPlugin(WorkerPlugin):
     """Measures the worker it is registered on.
 
     Parameters
@@ -227,8 +227,8 @@ def _difference(now: FileTraffic | None, then: FileTraffic | None) -> FileTraffi
     return None if now is None or then is None else now - then
 
 
-def _watch_of(worker: Worker) -> Watch:
-    return cast("Watch", worker.plugins[Watch.name])
+def _watch_of(worker: Worker) -> WatchPlugin:
+    return cast("WatchPlugin", worker.plugins[WatchPlugin.name])
 
 
 def _restart_in_worker(dask_worker: Worker) -> int:

@@ -26,9 +26,9 @@ class Effects:
         Reservations that were granted while they waited.
     forgotten
         Proxies that no longer exist, and what was known of them.
-    loosened
+    released_parts
         Proxies of memory that no value has any more once what is dropped is gone; then
-        :meth:`SpillState.loosen <gpuspill.core.state.SpillState.loosen>`.
+        :meth:`SpillState.release_parts <gpuspill.core.state.SpillState.release_parts>`.
     failures
         What an eviction policy of others has done wrong.
     """
@@ -37,16 +37,25 @@ class Effects:
     deleted: list[int] = field(default_factory=list)
     granted: list[Reservation] = field(default_factory=list)
     forgotten: dict[int, Entry] = field(default_factory=dict)
-    loosened: list[int] = field(default_factory=list)
+    released_parts: list[int] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.dropped or self.deleted or self.granted or self.forgotten or self.loosened or self.failures)
+        return bool(
+            self.dropped or self.deleted or self.granted or self.forgotten or self.released_parts or self.failures
+        )
 
     def take(self) -> Effects:
         """Return what was collected, once."""
-        taken = Effects(self.dropped, self.deleted, self.granted, self.forgotten, self.loosened, self.failures)
-        self.dropped, self.deleted, self.granted, self.forgotten, self.loosened, self.failures = [], [], [], {}, [], []
+        taken = Effects(self.dropped, self.deleted, self.granted, self.forgotten, self.released_parts, self.failures)
+        self.dropped, self.deleted, self.granted, self.forgotten, self.released_parts, self.failures = (
+            [],
+            [],
+            [],
+            {},
+            [],
+            [],
+        )
         return taken
 
 

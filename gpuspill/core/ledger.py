@@ -114,7 +114,7 @@ class Entry(Residency):
     refused
         The last time is now: it is left alone until it is to be tried again, whatever happens to it
         meanwhile.
-    renewed
+    invalidated
         The value was stored anew while it moved: the record, or what is being written, may hold
         what it was before.
     taken
@@ -135,7 +135,7 @@ class Entry(Residency):
     # collector does not look at one of names and None, as it does at a set.
     _names: dict[Hashable, None] | tuple[()] | None = ()
 
-    renewed = Rare(False)
+    invalidated = Rare(False)
     stalled = Rare(False)
     taken = Rare(False)
     need = Rare(0)

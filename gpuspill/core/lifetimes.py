@@ -3,7 +3,7 @@
 A value is needed by its keys, its pins, its move in flight, and by other values that have it as a
 *part*: memory that they keep alive. A value that none of these need is forgotten everywhere at
 once. A part that was let go by the last value that had it is *loose* until the caller has destroyed
-that value (:meth:`Lifetimes.loosen`): before, evicting it would free nothing.
+that value (:meth:`Lifetimes.release_parts`): before, evicting it would free nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Lifetimes:
     Attributes
     ----------
     loose
-        Number of parts that :meth:`loosen` has to be called for.
+        Number of parts that :meth:`release_parts` has to be called for.
 
     Notes
     -----
@@ -135,9 +135,9 @@ class Lifetimes:
             elif not part.owners and not part.loose:
                 part.loose = True
                 self.loose += 1
-                self._effects.loosened.append(pid)
+                self._effects.released_parts.append(pid)
 
-    def loosen(self, pids: Iterable[int]) -> None:
+    def release_parts(self, pids: Iterable[int]) -> None:
         """The values that had these parts are gone from memory: they count as any others, the first to go."""
         for pid in pids:
             entry = self._ledger.entries.get(pid)

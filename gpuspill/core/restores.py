@@ -94,9 +94,9 @@ class Restores:
         """The value is in memory again, read and verified."""
         entry = self._entry(pid)
         entry.complete()
-        renewed = entry.rare is not None and entry.renewed
-        if renewed:
-            entry.renewed = False
+        invalidated = entry.rare is not None and entry.invalidated
+        if invalidated:
+            entry.invalidated = False
         self._charges.complete_restore()
         self._counters.restores += 1
         self._counters.restored_nbytes += entry.nbytes
@@ -104,7 +104,7 @@ class Restores:
         if not (entry.keys or entry.pins):
             self._lifetimes.release(entry)
         else:
-            if self._records.keep_clean and not renewed:
+            if self._records.keep_clean and not invalidated:
                 self._records.reclaim()
             else:
                 self._records.give_up(entry)
@@ -124,7 +124,7 @@ class Restores:
         """
         entry = self._entry(pid)
         entry.fail()
-        entry.renewed = False
+        entry.invalidated = False
         self._read_ahead.gone(pid)
         self._charges.fail_restore(entry)
         self._counters.restore_failures += 1

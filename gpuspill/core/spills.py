@@ -151,13 +151,13 @@ class Spills:
         entry.complete()
         self._counters.spills += 1
         self._counters.spilled_nbytes += entry.whole_nbytes
-        refusals, renewed, taken = 0, False, False
+        refusals, invalidated, taken = 0, False, False
         if entry.rare is not None:
-            refusals, renewed, taken = entry.refusals, entry.renewed, entry.taken
-            entry.refusals, entry.need, entry.renewed, entry.taken = 0, 0, False, False
+            refusals, invalidated, taken = entry.refusals, entry.invalidated, entry.taken
+            entry.refusals, entry.need, entry.invalidated, entry.taken = 0, 0, False, False
         if not (entry.keys or entry.pins):
             self._lifetimes.release(entry)
-        elif renewed or taken:
+        elif invalidated or taken:
             records.keep(entry)
             records.give_up(entry)
             self._candidates.classify(entry)
@@ -193,7 +193,7 @@ class Spills:
         self._records.unwritten(entry)
         self._charges.end_spill(entry)
         entry.fail()
-        entry.renewed = entry.taken = False
+        entry.invalidated = entry.taken = False
         self._counters.spill_failures += 1
         if forever:
             self._charges.keep(entry)

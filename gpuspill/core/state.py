@@ -203,14 +203,14 @@ class SpillState:
         self.candidates.classify(entry)
         self.room.balance()
 
-    def renew(self, pid: int) -> None:
+    def invalidate(self, pid: int) -> None:
         """The value was stored anew under its key, perhaps changed: what is below no longer counts.
 
         It must be in memory, or on its way there from the very object that was stored.
         """
         entry = self.ledger.entries[pid]
         if entry.moving:
-            entry.renewed = True  # when it has ended
+            entry.invalidated = True  # when it has ended
         elif entry.resident and entry.has(Tier.DISK):
             self._records.give_up(entry)
             self.candidates.classify(entry)
@@ -221,12 +221,12 @@ class SpillState:
         self._lifetimes.release(self.ledger.unbind(key))
         self.room.balance()
 
-    def loosen(self, pids: Iterable[int]) -> None:
+    def release_parts(self, pids: Iterable[int]) -> None:
         """The values that had these parts are gone from memory: they count as any others, the first to go."""
-        self._lifetimes.loosen(pids)
+        self._lifetimes.release_parts(pids)
         self.room.balance()
 
-    def divide(self, pid: int, nbytes: int, parts: tuple[int, ...]) -> None:
+    def split_parts(self, pid: int, nbytes: int, parts: tuple[int, ...]) -> None:
         """A value that came back into memory turned out to keep memory alive that others may keep alive as well.
 
         Parameters
@@ -262,7 +262,7 @@ class SpillState:
             self.candidates.classify(entry)
         self.room.balance()
 
-    def hollow(self, pid: int, nbytes: int) -> None:
+    def shrink_value(self, pid: int, nbytes: int) -> None:
         """Most of what a value in memory has went elsewhere: what is left takes `nbytes` and never leaves.
 
         A record of the whole no longer counts, nor does one that is being written.
@@ -271,7 +271,7 @@ class SpillState:
         self.queue.take_out(pid)
         self.charges.resize(entry, nbytes)
         self.charges.keep(entry)
-        self.renew(pid)
+        self.invalidate(pid)
         self.candidates.classify(entry)
         self.room.balance()
 
@@ -400,7 +400,7 @@ class SpillState:
 
     @property
     def loose(self) -> int:
-        """Number of parts that :meth:`loosen` has to be called for."""
+        """Number of parts that :meth:`release_parts` has to be called for."""
         return self._lifetimes.loose
 
     @property

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from distributed import Client, wait
 
-from gpuspill.demo.jobs import Answers, Job
+from gpuspill.demo.jobs import Answers, DemoJob
 
 __all__ = ["ArrayJob"]
 
 
-class ArrayJob(Job):
+class ArrayJob(DemoJob):
     """Symmetrise, standardise the columns, correlate some of them with all.
 
     Parameters

@@ -17,7 +17,7 @@ import dask.dataframe as dd
 import pandas as pd
 from distributed import Client, wait
 
-from gpuspill.demo.jobs import Answers, Job
+from gpuspill.demo.jobs import Answers, DemoJob
 from gpuspill.errors import ConfigError
 
 __all__ = ["FlightsJob", "Tables", "load_part", "load_tables"]
@@ -81,7 +81,7 @@ def _vary(flights: pd.DataFrame, copy: int) -> pd.DataFrame:
     )
 
 
-class FlightsJob(Job):
+class FlightsJob(DemoJob):
     """Who is late, in which weather, and when.
 
     Parameters

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 from distributed import Client
 
-__all__ = ["Answers", "Job", "differences"]
+__all__ = ["Answers", "DemoJob", "differences"]
 
 Answers = Mapping[str, Any]
 """Results by name: data frames, arrays, numbers."""
 
 
-class Job(ABC):
+class DemoJob(ABC):
     """Something people do with dask, and the same without a cluster."""
 
     name: str

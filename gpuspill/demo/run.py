@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuspill.bench.arms import BASELINE, SMALL_WORKERS, Arm, ClusterShape, open_cluster, parse_arms
-from gpuspill.bench.watch import Watch, WorkerFigures, figures, restart
+from gpuspill.bench.watch import WatchPlugin, WorkerFigures, figures, restart
 from gpuspill.demo.arrays import ArrayJob
 from gpuspill.demo.flights import FlightsJob
-from gpuspill.demo.jobs import Answers, Job, differences
+from gpuspill.demo.jobs import Answers, DemoJob, differences
 from gpuspill.demo.view import ClusterView, WorkerState
 from gpuspill.errors import ConfigError
 
@@ -122,7 +122,7 @@ class Outcome:
         return not self.wrong and not self.error
 
 
-def make_jobs(names: str, size: Size, directory: Path) -> list[Job]:
+def make_jobs(names: str, size: Size, directory: Path) -> list[DemoJob]:
     """Make jobs from names separated by commas.
 
     Raises
@@ -130,7 +130,7 @@ def make_jobs(names: str, size: Size, directory: Path) -> list[Job]:
     ConfigError
         If a name is unknown, none is given, or the data package is missing.
     """
-    makers: Mapping[str, Callable[[], Job]] = {
+    makers: Mapping[str, Callable[[], DemoJob]] = {
         FlightsJob.name: lambda: FlightsJob(directory, size.copies, size.parts, size.rows),
         ArrayJob.name: lambda: ArrayJob(size.blocks, size.block),
     }
@@ -198,12 +198,12 @@ def demonstrate(
     return outcomes
 
 
-def _run(job: Job, arm: Arm, size: Size, patience: float, expected: Answers, console: Console) -> Outcome:
+def _run(job: DemoJob, arm: Arm, size: Size, patience: float, expected: Answers, console: Console) -> Outcome:
     shape = ClusterShape(workers=2, threads=1, memory_limit=size.limit)
     with (
         dask.config.set(dict(size.config)),
         # The workers' warnings would be printed into the picture; what they are about is in the table.
-        open_cluster(arm, shape, watch=Watch(heartbeat=True), silence=logging.CRITICAL) as client,
+        open_cluster(arm, shape, watch=WatchPlugin(heartbeat=True), silence=logging.CRITICAL) as client,
     ):
         client.run(_import_libraries)
         before = restart(client)
@@ -240,7 +240,7 @@ class _Running(threading.Thread):
     Started at once. Ends when the job does, or fails because its client was closed.
     """
 
-    def __init__(self, job: Job, client: Client, view: ClusterView) -> None:
+    def __init__(self, job: DemoJob, client: Client, view: ClusterView) -> None:
         super().__init__(name="gpuspill-demo-job", daemon=True)
         self.found: Answers | None = None
         self.error: BaseException | None = None

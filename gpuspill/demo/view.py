@@ -176,7 +176,7 @@ class ClusterView:
     Parameters
     ----------
     client
-        Of the cluster; its workers publish their counters (:class:`~gpuspill.bench.watch.Watch`).
+        Of the cluster; its workers publish their counters (:class:`~gpuspill.bench.watch.WatchPlugin`).
     console
         Where to show it.
     title

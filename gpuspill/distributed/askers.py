@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 
 from gpuspill.core.policy import Order
-from gpuspill.distributed.task_inputs import Job, granted
+from gpuspill.distributed.task_inputs import TaskInputs, granted
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 
@@ -43,7 +43,7 @@ class Askers:
         self._urgency = urgency
         self._soon = soon
         self._looking = False
-        self.jobs: dict[Hashable, Job] = {}
+        self.jobs: dict[Hashable, TaskInputs] = {}
         self._transfers: dict[Admission, tuple[Collection[Hashable], str]] = {}
 
     # -- transfers -----------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from gpuspill.distributed.devices import device_limit
 from gpuspill.distributed.hints import Hints
 from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.memory import MemoryFollower
-from gpuspill.distributed.task_inputs import Job, OutputSizes
+from gpuspill.distributed.task_inputs import OutputSizes, TaskInputs
 from gpuspill.distributed.uses import TieredUses
-from gpuspill.distributed.wire import Window
+from gpuspill.distributed.wire import SendBuffer
 from gpuspill.errors import DataLostError
 from gpuspill.manager.admission import Admission
 
@@ -74,7 +74,7 @@ class Attachment:
         self.store = store
         self.sizes = OutputSizes()
         self.device_sizes = OutputSizes()
-        self.window = Window(SENDING_NBYTES)
+        self.window = SendBuffer(SENDING_NBYTES)
         self._threads = max(1, worker.state.nthreads)
         self._loop = IOLoop.current()
         self._shown = False
@@ -110,7 +110,7 @@ class Attachment:
         self.thresholds = self.follower.thresholds = internals.thresholds(self._worker, settings)
         self.hints.depth = settings.prefetch
         limit = self.thresholds.limit
-        self._at_ease_below = float("inf") if limit is None else limit // 2
+        self._low_watermark = float("inf") if limit is None else limit // 2
         self.store.manager.limits.set_limit(
             limit,
             internals.max_spill(self._worker, settings),
@@ -125,11 +125,11 @@ class Attachment:
 
     # -- questions of the hooks ------------------------------------------------------------------
 
-    def at_ease(self, keys: Collection[Hashable], extra: int = 0) -> bool:
+    def below_low_watermark(self, keys: Collection[Hashable], extra: int = 0) -> bool:
         """Whether `keys`, as far as they are here, are in memory and stay there although `extra` bytes arrive."""
         store = self.store
         manager = store.manager
-        if self._in_memory() + extra >= self._at_ease_below:
+        if self._in_memory() + extra >= self._low_watermark:
             return False
         if store.has_lost_values:
             return False
@@ -152,14 +152,14 @@ class Attachment:
         manager = store.manager
         # Each thread may be running a task of this kind about which nothing was noted.
         more = self._threads * self.sizes.expected(prefix)
-        return manager.all_ready and self._in_memory() + more < self._at_ease_below
+        return manager.all_ready and self._in_memory() + more < self._low_watermark
 
     def _in_memory(self) -> int:
         return self.store.manager.memory_total() + max(0, self.follower.offset)
 
     def admit(
         self, key: Hashable, prefix: str, inputs: Collection[Hashable], order: Order = ()
-    ) -> Generator[None, None, Job | None]:
+    ) -> Generator[None, None, TaskInputs | None]:
         """Pin the inputs of a task, in pieces, and reserve room; None if it can simply run.
 
         A smaller `order` is more urgent.
@@ -170,7 +170,7 @@ class Attachment:
             tier.verify()  # before the task runs, also if it needs nothing
         on_device = 0 if tier is None else self.device_sizes.expected(prefix)
         # Each thread may be running a task of this kind about which nothing was noted.
-        if (tier is None or tier.has_room(self._threads * on_device)) and self.at_ease(
+        if (tier is None or tier.has_room(self._threads * on_device)) and self.below_low_watermark(
             inputs, self._threads * expected
         ):
             return None
@@ -184,14 +184,14 @@ class Attachment:
             return None  # on another thread, just now
         wait = self.settings.admission
         if tier is None:
-            return Job(manager, admission, wait=wait)
+            return TaskInputs(manager, admission, wait=wait)
         try:
             arriving = {name: nbytes for name in inputs if (nbytes := manager.arriving_nbytes(name))}
             device_admission = tier.admit(key, map(manager.look, inputs), on_device, arriving, order)
         except KeyError:
             admission.release()
             return None
-        return Job(manager, admission, wait=wait, tier=tier, device_admission=device_admission)
+        return TaskInputs(manager, admission, wait=wait, tier=tier, device_admission=device_admission)
 
     def learn(self, key: Hashable, value: object) -> int | None:
         """Learn of a value that is about to be stored what the task returns that it comes from, if one does.
@@ -213,7 +213,7 @@ class Attachment:
     def expect(self, incoming: Mapping[Hashable, int], source: str) -> Admission | None:
         """Reserve room for a transfer from a worker: sizes in bytes by key. None if it can simply come."""
         nbytes = sum(incoming.values())
-        if not self.settings.admission or self.at_ease((), self._threads * nbytes):
+        if not self.settings.admission or self.below_low_watermark((), self._threads * nbytes):
             return None
         self.hints.follow()
         order = internals.urgency(self._worker, incoming, source)
@@ -224,7 +224,7 @@ class Attachment:
         manager, tier = self.store.manager, self.store.tier
         if tier is not None and (tier.manager.spilled_count or not tier.has_room(0)):
             return True
-        return bool(manager.spilled_count) or manager.memory_total() >= self._at_ease_below
+        return bool(manager.spilled_count) or manager.memory_total() >= self._low_watermark
 
     # -- the rest --------------------------------------------------------------------------------
 

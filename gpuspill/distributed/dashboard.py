@@ -24,7 +24,7 @@ from gpuspill.distributed.observing import TOPIC, sample_of
 from gpuspill.distributed.reporting import export_prefix, heartbeat
 from gpuspill.monitoring import units
 from gpuspill.monitoring.prometheus import collector, families
-from gpuspill.monitoring.samples import Sample, combined, fullest, rates, remembering
+from gpuspill.monitoring.samples import ClusterSample, combined, fullest, rates, remembering
 
 if TYPE_CHECKING:
     from gpuspill.distributed.mapping import SpillStore
@@ -54,7 +54,7 @@ class PageSource(Protocol):
 
     title: str
 
-    def sample(self) -> Sample:
+    def sample(self) -> ClusterSample:
         """Return the numbers of now."""
 
     def largest(self) -> list[tuple[str, str, int]]:
@@ -71,7 +71,7 @@ class SchedulerSource:
         self._scheduler = scheduler
         self.title = "Dask: gpuspill"
 
-    def sample(self) -> Sample:
+    def sample(self) -> ClusterSample:
         """Return what the workers said in their last heartbeats."""
         return sample_of(self._scheduler.identity(), time.time())
 
@@ -107,10 +107,10 @@ class WorkerSource:
         store: SpillStore = self._worker._gpuspill.store
         return store
 
-    def sample(self) -> Sample:
+    def sample(self) -> ClusterSample:
         """Return the numbers of the store now."""
         state = self._worker.state
-        return Sample(time.time(), {self._worker.address: heartbeat(self._store)}, len(state.executing))
+        return ClusterSample(time.time(), {self._worker.address: heartbeat(self._store)}, len(state.executing))
 
     def largest(self) -> list[tuple[str, str, int]]:
         """Return the largest values, and whether they are in memory."""
@@ -152,7 +152,7 @@ class SpillingPage:
         from bokeh.models import Div
 
         self._source = source
-        self._before: Sample | None = None
+        self._before: ClusterSample | None = None
         self._turn = 0
         self._summary = Div(text="", sizing_mode="stretch_width")
         self._tiers, tiers = self._tiers_figure()
@@ -295,7 +295,7 @@ class SpillingPage:
     def _largest(self) -> list[tuple[str, str, str]]:
         return [(key, where, units.nbytes(nbytes) if nbytes else "") for key, where, nbytes in self._source.largest()]
 
-    def _show_summary(self, now: Sample) -> None:
+    def _show_summary(self, now: ClusterSample) -> None:
         if not now.workers:
             self._summary.text = (
                 "<p>No worker has gpuspill attached. <code>client.register_plugin(gpuspill.SpillPlugin())</code> "
@@ -325,7 +325,7 @@ class SpillingPage:
             f"overcommits: {units.count(overruns)}{wrong}.</p>"
         )
 
-    def _show_tiers(self, now: Sample) -> None:
+    def _show_tiers(self, now: ClusterSample) -> None:
         rows: dict[str, list[Any]] = {name: [] for name in self._tiers.data}
         addresses = fullest(now.workers, _BARS)
         for address in addresses:
@@ -348,7 +348,7 @@ class SpillingPage:
         limits = [limit for limit in rows["limit"] if limit == limit]  # without those that are not numbers
         self._tiers_shown.x_range.end = 1.05 * max([*ends, *limits, 1])
 
-    def _show_lines(self, now: Sample) -> None:
+    def _show_lines(self, now: ClusterSample) -> None:
         when = now.time * 1000
         if self._before is not None:
             found = rates(self._before, now).values()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpuspill.config import Settings
     from gpuspill.core.policy import Order
     from gpuspill.distributed.mapping import SpillStore
-    from gpuspill.distributed.task_inputs import Job
+    from gpuspill.distributed.task_inputs import TaskInputs
 
 __all__ = [
     "add_periodic_callback",
@@ -254,7 +254,7 @@ def forget_lost(worker: Any, key: Any) -> None:
         worker.batched_send(wsm.RescheduleMsg(key=dependent, stimulus_id=stimulus_id).to_dict())
 
 
-async def lost_input(worker: Any, key: Any, run_id: int, job: Job) -> Any:
+async def lost_input(worker: Any, key: Any, run_id: int, job: TaskInputs) -> Any:
     """Return the event that ends a task one of whose inputs turned out to be lost."""
     stimulus_id = f"gpuspill-lost-input-{time()}"
     if job.lost is None or (not job.final and await recover(worker, job.lost.key)):

@@ -21,7 +21,7 @@ from distributed import default_client
 from gpuspill.distributed.reporting import statistics_of_worker
 from gpuspill.monitoring.advice import Run
 from gpuspill.monitoring.page import About, render
-from gpuspill.monitoring.samples import Sample
+from gpuspill.monitoring.samples import ClusterSample
 
 __all__ = ["TOPIC", "Recorder", "report", "sample_of", "take_sample"]
 
@@ -36,7 +36,7 @@ _MOST_NUMBERS: Final = 40_000
 _PATIENCE: Final = 5.0
 
 
-def sample_of(identity: Mapping[str, Any], now: float) -> Sample:
+def sample_of(identity: Mapping[str, Any], now: float) -> ClusterSample:
     """Return what a scheduler says of its workers (``client.scheduler.identity()``) as a sample of the time `now`."""
     workers, tasks, interval = {}, 0, 0.0
     for address, worker in identity["workers"].items():
@@ -45,15 +45,15 @@ def sample_of(identity: Mapping[str, Any], now: float) -> Sample:
         interval = max(interval, metrics.get("event_loop_interval") or 0.0)
         if isinstance(metrics.get("gpuspill"), Mapping):
             workers[address] = metrics["gpuspill"]
-    return Sample(now, workers, tasks, interval)
+    return ClusterSample(now, workers, tasks, interval)
 
 
-async def take_sample(client: Any) -> Sample:
+async def take_sample(client: Any) -> ClusterSample:
     """Ask the scheduler of a client for a sample. Runs on the client's event loop."""
     return sample_of(await client.scheduler.identity(), time.time())
 
 
-async def _fresh_sample(client: Any) -> Sample:
+async def _fresh_sample(client: Any) -> ClusterSample:
     """Ask the workers, too, for a sample that is not older than this call; of those that do not answer it is."""
     told = await take_sample(client)
     try:
@@ -88,7 +88,7 @@ class Recorder:
         self._client = client
         self._interval = interval
         self._task: asyncio.Task[None] | None = None
-        self.samples: list[Sample] = []
+        self.samples: list[ClusterSample] = []
 
     async def start(self) -> None:
         """Take the first sample, and go on in the background."""

@@ -19,7 +19,7 @@ from gpuspill.distributed.lost import LostValue
 from gpuspill.distributed.serialization import FOREIGN_HEADER, DaskSerializer
 from gpuspill.distributed.sizes import measure
 from gpuspill.distributed.task_inputs import granted, in_turns, in_turns_later
-from gpuspill.distributed.wire import Form, Slot, Window, Wire, type_name, wrap
+from gpuspill.distributed.wire import Form, SendBuffer, Slot, Wire, type_name, wrap
 from gpuspill.errors import DataLostError, ManagerClosed, cut_loose
 from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
@@ -95,7 +95,7 @@ class Parcel:
     """
 
     def __init__(
-        self, manager: ProxifyManager, window: Window, tier: DeviceTier | None = None, order: Order = ()
+        self, manager: ProxifyManager, window: SendBuffer, tier: DeviceTier | None = None, order: Order = ()
     ) -> None:
         self._tier = tier
         self._order = order

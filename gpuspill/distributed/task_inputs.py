@@ -1,6 +1,6 @@
 """One task on its way to its inputs: waiting for room, reading what is on disk, handing it over.
 
-Pure of distributed's private parts; :mod:`gpuspill.distributed.worker` fits a :class:`Job` into the worker.
+Pure of distributed's private parts; :mod:`gpuspill.distributed.worker` fits a :class:`TaskInputs` into the worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpuspill.manager.admission import Admission
 from gpuspill.manager.transaction import BATCH
 from gpuspill.tier import DeviceTier
 
-__all__ = ["Job", "OutputSizes", "granted", "in_turns", "in_turns_later"]
+__all__ = ["OutputSizes", "TaskInputs", "granted", "in_turns", "in_turns_later"]
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class OutputSizes:
             self._average[kind] = before + self._weight * (nbytes - before)
 
 
-class Job:
+class TaskInputs:
     """Pins and room for one task, and its inputs once they are in memory.
 
     Parameters

@@ -10,8 +10,8 @@ what it can do with it:
 * Peers without gpuspill in the same process, and those that restrict how values are serialised, get the value. It is
   decoded for them and not put in memory here.
 
-Bytes read for sending are in memory until they are written to the network. They are bounded by a :class:`Window`, not
-by the store's budget: making room for them there would evict what tasks need.
+Bytes read for sending are in memory until they are written to the network. They are bounded by a :class:`SendBuffer`,
+not by the store's budget: making room for them there would evict what tasks need.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gpuspill.distributed.serialization import FOREIGN_HEADER
 from gpuspill.manager.ports import Encoded
 from gpuspill.storage.base import Buffer
 
-__all__ = ["Form", "Slot", "Window", "Wire", "real_type", "type_name", "wrap"]
+__all__ = ["Form", "SendBuffer", "Slot", "Wire", "real_type", "type_name", "wrap"]
 
 #: Version of what a :class:`Wire` looks like on the network.
 _VERSION = 2
@@ -128,7 +128,7 @@ def _stand_in(module_name: str, name: str) -> type:
     return type(name, (), {"__module__": module_name, "__doc__": "Stands for a type that is not loaded."})
 
 
-class Window:
+class SendBuffer:
     """Bounds the bytes that are read for sending and not written yet. Used on one event loop.
 
     A peer that does not read holds no more than its share, and only for a while: what it has not taken then counts
@@ -271,7 +271,7 @@ class Slot:
 
     __slots__ = ("_window", "nbytes", "peer", "timer")
 
-    def __init__(self, window: Window, nbytes: int, peer: Hashable) -> None:
+    def __init__(self, window: SendBuffer, nbytes: int, peer: Hashable) -> None:
         self._window = window
         self.nbytes = nbytes
         self.peer = peer

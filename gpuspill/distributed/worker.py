@@ -54,7 +54,7 @@ from gpuspill.distributed.mapping import SpillStore
 from gpuspill.distributed.parking import unproxify
 from gpuspill.distributed.sending import Parcel, Receiver, pack
 from gpuspill.distributed.sizes import Claims, measure
-from gpuspill.distributed.task_inputs import Job, granted, in_turns
+from gpuspill.distributed.task_inputs import TaskInputs, granted, in_turns
 from gpuspill.distributed.views import ClosedView, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
 from gpuspill.errors import DataLostError, ManagerClosed
@@ -65,7 +65,7 @@ __all__ = ["Unproxied", "claims_of", "spilling_class"]
 logger = logging.getLogger("gpuspill")
 
 _VIEW: ContextVar[View | None] = ContextVar("gpuspill_view", default=None)
-_JOB: ContextVar[Job | None] = ContextVar("gpuspill_job", default=None)
+_JOB: ContextVar[TaskInputs | None] = ContextVar("gpuspill_job", default=None)
 #: Takes the result of a task apart, in the thread that made it.
 _PREPARE: ContextVar[Callable[[Any], None] | None] = ContextVar("gpuspill_prepare", default=None)
 _CALLER: ContextVar[Any] = ContextVar("gpuspill_caller", default=None)
@@ -276,7 +276,9 @@ async def _execute_with_many_inputs(
     return await _execute_admitted(worker, execute, ts, job, stimulus_id)
 
 
-async def _execute_admitted(worker: Any, execute: Callable[..., Any], ts: Any, job: Job, stimulus_id: str) -> Any:
+async def _execute_admitted(
+    worker: Any, execute: Callable[..., Any], ts: Any, job: TaskInputs, stimulus_id: str
+) -> Any:
     """Run a task whose inputs are pinned, and for which room was asked."""
     stored = False
     jobs = worker._gpuspill.askers.jobs
@@ -300,7 +302,9 @@ async def _execute_admitted(worker: Any, execute: Callable[..., Any], ts: Any, j
             job.abandon()
 
 
-async def _execute_prepared(worker: Any, execute: Callable[..., Any], ts: Any, job: Job, stimulus_id: str) -> Any:
+async def _execute_prepared(
+    worker: Any, execute: Callable[..., Any], ts: Any, job: TaskInputs, stimulus_id: str
+) -> Any:
     """Run a task whose inputs have to be brought first, or that has to wait for room."""
     store = worker._gpuspill.store
     spec, run_id = ts.run_spec, ts.run_id
@@ -346,7 +350,7 @@ class Unproxied(GraphNode):
 
     __slots__ = ("_inner", "_job")
 
-    def __init__(self, inner: GraphNode, job: Job) -> None:
+    def __init__(self, inner: GraphNode, job: TaskInputs) -> None:
         self.key = inner.key
         self._dependencies = inner._dependencies
         self._inner = inner
@@ -458,7 +462,7 @@ def _sends_as_it_is(
     attachment: Attachment, comm: Any, keys: Collection[Any], who: str | None, serializers: Collection[str] | None
 ) -> bool:
     """Whether all of `keys` are in memory, stay there, and are sent as distributed sends values."""
-    if not attachment.at_ease(keys):
+    if not attachment.below_low_watermark(keys):
         return False
     if attachment.store.tier is None or not _receiver(comm, who, serializers).keeps_bytes:
         return True

@@ -52,7 +52,7 @@ class Sharing:
         """Return the proxies of what a value keeps alive."""
         return tuple(dict.fromkeys(self._part(key, owner, nbytes) for owner, nbytes in shared.owners))
 
-    def divide(self, pid: int, shared: SharedMemory | None) -> None:
+    def split_parts(self, pid: int, shared: SharedMemory | None) -> None:
         """Charge by itself what a value keeps alive that is in memory without parts; nothing if it is not there."""
         state = self._metadata.state
         entry = state.ledger.entries.get(pid)
@@ -60,7 +60,7 @@ class Sharing:
             own = max(VIEW_NBYTES, entry.nbytes - shared.covered)
             slot = self._metadata.slots[pid]
             slot.fixed = shared.fixed
-            state.divide(pid, own, self.parts(slot.key, shared))
+            state.split_parts(pid, own, self.parts(slot.key, shared))
 
     def take_up(self, pid: int, value: object, shared: SharedMemory | None = None) -> None:
         """Take back a value that was evicted while it was referenced. Nothing is read."""
@@ -69,8 +69,8 @@ class Sharing:
             state.restores.begin(pid)
             self._metadata.slots.attach(pid, value)
             state.restores.complete(pid)
-            state.renew(pid)  # its holder may have changed it, and the record was not read
-            self.divide(pid, shared)
+            state.invalidate(pid)  # its holder may have changed it, and the record was not read
+            self.split_parts(pid, shared)
 
     def _part(self, key: Hashable, owner: object, nbytes: int) -> int:
         """Return the proxy of memory that a value keeps alive, which is thereby in memory."""
@@ -174,7 +174,7 @@ class Intake:
             state.alias(key, pid)
             sharing.take_up(pid, value, shared)
             if touched:
-                state.renew(pid)  # a task that changed its input in place and returned it stores it anew
+                state.invalidate(pid)  # a task that changed its input in place and returned it stores it anew
             return
         size = self._sizes.estimate(type(value), nbytes)
         if shared is None:

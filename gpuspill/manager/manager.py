@@ -191,7 +191,7 @@ class ProxifyManager:
         self._intake.store(key, value, nbytes, spillable, touched)
 
     @deferred()
-    def renew(self, keys: Iterable[Hashable]) -> None:
+    def invalidate(self, keys: Iterable[Hashable]) -> None:
         """Values that the caller has in hand may have been changed in place: records of them no longer count.
 
         Nor does one that is being written. As storing them again; unknown keys do not matter.
@@ -202,7 +202,7 @@ class ProxifyManager:
                 for key in batch:
                     entry = self._ledger.keys.get(key)
                     if entry is not None and entry.resident:
-                        state.renew(entry.pid)
+                        state.invalidate(entry.pid)
         self._restorer.revive(keys)
 
     @deferred()

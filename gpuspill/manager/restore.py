@@ -306,10 +306,10 @@ class Restorer:
             if not alive:
                 self._metadata.story.note(slot, Happened.READ, slot.nbytes)
             if left is not None and pid in state.ledger.entries:
-                state.hollow(pid, left)
+                state.shrink_value(pid, left)
             if alive and pid in state.ledger.entries:
-                state.renew(pid)  # its holder may have changed it, and the record was not read
-            self._sharing.divide(pid, shared)
+                state.invalidate(pid)  # its holder may have changed it, and the record was not read
+            self._sharing.split_parts(pid, shared)
         future.set_result(value)
 
     def revive(self, keys: Iterable[Hashable]) -> None:
@@ -340,9 +340,9 @@ class Restorer:
             assert future is not None
             if error is None:
                 self._metadata.slots.attach(pid, value)
-                self._sharing.divide(pid, shared)
+                self._sharing.split_parts(pid, shared)
                 if left is not None:
-                    state.hollow(pid, left)
+                    state.shrink_value(pid, left)
             state.unpin(pid)
         if error is not None:
             future.set_exception(answerable(error))

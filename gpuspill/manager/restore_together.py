@@ -196,7 +196,7 @@ class TogetherRestorer:
                     if pid not in revived:
                         self._metadata.story.note(slot, Happened.READ, slot.nbytes)
                     elif pid in state.ledger.entries:
-                        state.renew(pid)  # who had it meanwhile may have changed it
+                        state.invalidate(pid)  # who had it meanwhile may have changed it
             pending = [pid for pid in pids if not (pid in revived or pid in values)]
             for future, value in restores:
                 assert future is not None

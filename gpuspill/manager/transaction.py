@@ -324,11 +324,11 @@ class Metadata:
                 "use from now on. gpuspill.testing.policy_tests.PolicyTests checks a policy",
                 exc_info=failure,
             )
-        loosened = effects.loosened
+        released_parts = effects.released_parts
         if receipts or nbytes > _REAP_NBYTES:
-            self._let_go(values, receipts, loosened)
-        elif loosened:
-            self._release(values, loosened)
+            self._let_go(values, receipts, released_parts)
+        elif released_parts:
+            self._release(values, released_parts)
         for action in deferred:
             try:
                 action()
@@ -340,19 +340,19 @@ class Metadata:
         here = threading.get_ident()
         return {going: nbytes for going, (ident, nbytes) in list(self._letting_go.items()) if ident != here}
 
-    def _let_go(self, values: list[object], receipts: list[Receipt], loosened: list[int]) -> None:
+    def _let_go(self, values: list[object], receipts: list[Receipt], released_parts: list[int]) -> None:
         engine = self.engine
         if engine is None or self.closed or engine.spilling_here:
             # A spill thread waits for the room on disk that the deleted records leave, so it deletes them itself.
-            self._release(values, loosened)
+            self._release(values, released_parts)
             self._delete(receipts)
             return
-        if values or loosened:
-            engine.reap(partial(self._release, values, loosened))
+        if values or released_parts:
+            engine.reap(partial(self._release, values, released_parts))
         if receipts:
             engine.delete(partial(self._delete, receipts))
 
-    def _release(self, values: list[object], loosened: list[int]) -> None:
+    def _release(self, values: list[object], released_parts: list[int]) -> None:
         while values:
             value = values.pop()
             # To let a list of many objects go is one long call, during which no other thread runs, the event loop's
@@ -361,9 +361,9 @@ class Metadata:
                 while value:
                     del value[-_PIECE:]
             del value
-        if loosened:
+        if released_parts:
             with self as state:
-                state.loosen(loosened)
+                state.release_parts(released_parts)
 
     def _delete(self, receipts: list[Receipt]) -> None:
         if self._store.together_nbytes and not self.closed:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final
 
 from gpuspill.monitoring import units
-from gpuspill.monitoring.samples import Numbers, Sample, changes, combined, steps
+from gpuspill.monitoring.samples import ClusterSample, Numbers, changes, combined, steps
 
 __all__ = ["Advice", "Run", "advise"]
 
@@ -69,7 +69,7 @@ class Run:
         How much each total of each worker grew during the run.
     """
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
+    def __init__(self, samples: Sequence[ClusterSample]) -> None:
         if not samples:
             raise ValueError("a run without a sample has no statistics")
         self.samples = samples

@@ -8,14 +8,14 @@ from typing import TypeAlias
 
 from gpuspill.monitoring.catalogue import catalogue
 
-__all__ = ["Numbers", "Sample", "changes", "combined", "fullest", "rates", "remembering", "steps"]
+__all__ = ["ClusterSample", "Numbers", "changes", "combined", "fullest", "rates", "remembering", "steps"]
 
 Numbers: TypeAlias = Mapping[str, float | None]
 """The statistics of one worker, or of several together, by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ClusterSample:
     """What the workers of a cluster said of themselves.
 
     Attributes
@@ -60,7 +60,7 @@ def fullest(workers: Mapping[str, Numbers], most: int | None) -> list[str]:
     return sorted(sorted(workers, key=held, reverse=True)[:most])
 
 
-def remembering(before: Sample | None, now: Sample) -> Sample:
+def remembering(before: ClusterSample | None, now: ClusterSample) -> ClusterSample:
     """Return a sample with what the workers that it misses said before.
 
     A worker whose connection is made anew is missed for a while. It goes on from there afterwards.
@@ -68,16 +68,16 @@ def remembering(before: Sample | None, now: Sample) -> Sample:
     return now if before is None else replace(now, workers={**before.workers, **now.workers})
 
 
-def steps(samples: Iterable[Sample]) -> Iterator[tuple[Sample, Sample]]:
+def steps(samples: Iterable[ClusterSample]) -> Iterator[tuple[ClusterSample, ClusterSample]]:
     """Yield each sample but the first, after what was known before it."""
-    known: Sample | None = None
+    known: ClusterSample | None = None
     for after in samples:
         if known is not None:
             yield known, after
         known = remembering(known, after)
 
 
-def changes(before: Sample, after: Sample) -> dict[str, dict[str, float]]:
+def changes(before: ClusterSample, after: ClusterSample) -> dict[str, dict[str, float]]:
     """Return how much the totals of each worker grew between two samples.
 
     A worker that was not there before, or that was started anew meanwhile, counts from zero.
@@ -93,7 +93,7 @@ def changes(before: Sample, after: Sample) -> dict[str, dict[str, float]]:
     return grown
 
 
-def rates(before: Sample, after: Sample) -> dict[str, dict[str, float]]:
+def rates(before: ClusterSample, after: ClusterSample) -> dict[str, dict[str, float]]:
     """Return how fast the totals of each worker grew between two samples, per second."""
     seconds = after.time - before.time
     if seconds <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpuspill.monitoring import units
-from gpuspill.monitoring.samples import Numbers, Sample, combined, fullest, rates
+from gpuspill.monitoring.samples import ClusterSample, Numbers, combined, fullest, rates
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,7 +15,7 @@ __all__ = ["render"]
 _BAR = 16
 
 
-def render(before: Sample | None, now: Sample, title: str = "", rows: int | None = None) -> Table:
+def render(before: ClusterSample | None, now: ClusterSample, title: str = "", rows: int | None = None) -> Table:
     """Return a row for each worker, and one for all of them if there are several.
 
     Parameters

@@ -27,7 +27,7 @@ __all__ = [
     "Codec",
     "CodecChooser",
     "CodecLike",
-    "Sample",
+    "CodecSample",
     "Throughput",
     "best_choice",
     "price",
@@ -63,7 +63,7 @@ class Codec:
     decompress: Callable[[Any], Buffer]
 
 
-class Sample(NamedTuple):
+class CodecSample(NamedTuple):
     """What a codec did to a sample of a frame."""
 
     codec: Codec
@@ -153,7 +153,7 @@ def plain_cost(write_rate: float, read_rate: float) -> float:
 
 
 def best_choice(
-    samples: Iterable[Sample],
+    samples: Iterable[CodecSample],
     write_rate: float | None,
     read_rate: float | None,
     *,
@@ -410,7 +410,7 @@ class CodecChooser:
                     codecs.append(codec)
             return codecs, write, read
 
-    def _sample(self, codecs: list[Codec], frame: memoryview, kind: Hashable) -> list[Sample]:
+    def _sample(self, codecs: list[Codec], frame: memoryview, kind: Hashable) -> list[CodecSample]:
         start = self.clock()
         data = take_sample(frame, self._sample_nbytes, self._n_samples)
         samples = [sample for codec in codecs if (sample := self._try(codec, data)) is not None]
@@ -420,7 +420,7 @@ class CodecChooser:
             self._credit -= self.clock() - start
         return samples
 
-    def _recall(self, codecs: list[Codec], kind: Hashable) -> list[Sample]:
+    def _recall(self, codecs: list[Codec], kind: Hashable) -> list[CodecSample]:
         with self._lock:
             known = self._kinds.get(kind, {})
             found = [
@@ -428,12 +428,12 @@ class CodecChooser:
                 for codec in codecs
             ]
         return [
-            Sample(codec, ratio, compress, decompress)
+            CodecSample(codec, ratio, compress, decompress)
             for codec, ratio, compress, decompress in found
             if ratio is not None and compress is not None and decompress is not None
         ]
 
-    def _try(self, codec: Codec, data: memoryview) -> Sample | None:
+    def _try(self, codec: Codec, data: memoryview) -> CodecSample | None:
         try:
             start = self.clock()
             compressed = codec.compress(data)
@@ -447,7 +447,7 @@ class CodecChooser:
         with self._lock:
             self._compress[codec.name].observe(nbytes, middle - start)
             self._decompress[codec.name].observe(nbytes, end - middle)
-        return Sample(
+        return CodecSample(
             codec,
             memoryview(compressed).nbytes / nbytes,
             nbytes / max(middle - start, 1e-9),

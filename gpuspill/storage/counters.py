@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["Counters"]
+__all__ = ["StorageCounters"]
 
 
 @dataclass(slots=True)
-class Counters:
+class StorageCounters:
     """The part of :class:`~gpuspill.storage.base.StoreStatistics` that only ever grows.
 
     Each operation fills one of its own, without a lock, and the store adds it up under its lock.
@@ -34,7 +34,7 @@ class Counters:
     lost: int = 0
     corrupt: int = 0
 
-    def add(self, other: Counters) -> None:
+    def add(self, other: StorageCounters) -> None:
         """Add `other` to this one."""
         for name in _NAMES:
             value = getattr(other, name)
@@ -46,4 +46,4 @@ class Counters:
         return asdict(self)
 
 
-_NAMES = tuple(field.name for field in fields(Counters))
+_NAMES = tuple(field.name for field in fields(StorageCounters))

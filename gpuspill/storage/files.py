@@ -40,7 +40,7 @@ from gpuspill.storage.base import (
     fresh_buffer,
 )
 from gpuspill.storage.codecs import CodecChooser
-from gpuspill.storage.counters import Counters
+from gpuspill.storage.counters import StorageCounters
 from gpuspill.storage.directory import PrivateDirectory, sweep_leftovers
 from gpuspill.storage.record import flat
 from gpuspill.storage.record_io import RecordReader, RecordWriter
@@ -150,7 +150,7 @@ class FileStore(Store):
         """
         views = [frame if isinstance(frame, FrameStream) else flat(frame, index) for index, frame in enumerate(frames)]
         number = self._begin_write()
-        counts = Counters()
+        counts = StorageCounters()
         try:
             receipt = self._write(number, header, views, counts)
         except BaseException:
@@ -165,7 +165,9 @@ class FileStore(Store):
         )
         return receipt
 
-    def _write(self, number: int, header: bytes, views: list[memoryview | FrameStream], counts: Counters) -> Receipt:
+    def _write(
+        self, number: int, header: bytes, views: list[memoryview | FrameStream], counts: StorageCounters
+    ) -> Receipt:
         start = self._codecs.clock()
         writer = RecordWriter(header, views, self._codecs, self._clock, counts)
         directory = self._directory
@@ -199,7 +201,7 @@ class FileStore(Store):
             if not self._closed and not nested:
                 self._active += 1
                 return next(self._numbers)
-            self._counts.add(Counters(write_failures=1))
+            self._counts.add(StorageCounters(write_failures=1))
         if nested:
             raise StorageError(
                 errno.EDEADLK, "a finaliser cannot write in the middle of what its thread does with the store"
@@ -274,7 +276,7 @@ class FileStore(Store):
         self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
     ) -> tuple[bytes, list[memoryview]]:
         """Return the header and the frames of a record, verified. See :meth:`Store.read`."""
-        counts = Counters()
+        counts = StorageCounters()
         self._begin_read(receipt)
         try:
             reader = RecordReader(
@@ -321,7 +323,7 @@ class FileStore(Store):
             if known:
                 self._active += 1
             else:
-                self._counts.add(Counters(read_failures=1, lost=1))
+                self._counts.add(StorageCounters(read_failures=1, lost=1))
         if not known:
             raise RecordLost(
                 f"{self.path_of(receipt)} is no record of this store: it was deleted, the store "
@@ -351,13 +353,13 @@ class FileStore(Store):
             del self._records[receipt.number]
             self._payload_nbytes -= receipt.payload_nbytes
             self._active += 1
-        counts = Counters(deletes=1)
+        counts = StorageCounters(deletes=1)
         try:
             self._directory.unlink(str(receipt.number))
         except FileNotFoundError:
             pass
         except OSError as exc:
-            counts = Counters(delete_failures=1)
+            counts = StorageCounters(delete_failures=1)
             self._log_once(f"Could not remove {self.path_of(receipt)}: {exc}")
         self._end(counts, receipt.nbytes if counts.deletes else 0)
 
@@ -385,9 +387,9 @@ class FileStore(Store):
             if not idle:
                 self._directory.empty()
         finally:
-            self._end(Counters(), used)
+            self._end(StorageCounters(), used)
 
-    def _end(self, counts: Counters, gone_nbytes: int = 0) -> None:
+    def _end(self, counts: StorageCounters, gone_nbytes: int = 0) -> None:
         """Leave an operation; the last one to leave a closed store turns off the light."""
         with self._section as nested:
             self._counts.add(counts)

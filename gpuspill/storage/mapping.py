@@ -28,7 +28,7 @@ from gpuspill.storage.base import (
     fresh_buffer,
     in_memory,
 )
-from gpuspill.storage.counters import Counters
+from gpuspill.storage.counters import StorageCounters
 from gpuspill.storage.record import RecordEncoder, decode_record, flat
 from gpuspill.storage.reentrancy import Section, Tally, Visitors, visit
 
@@ -97,7 +97,7 @@ class MappingStore(Store):
     @visit
     def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
         """Store a record, completely or not at all. See :meth:`Store.write`."""
-        counts = Counters(write_failures=1)
+        counts = StorageCounters(write_failures=1)
         try:
             self._check_open()
             data, receipt, counts.checksum_seconds = self._encode(header, frames)
@@ -160,7 +160,7 @@ class MappingStore(Store):
         self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
     ) -> tuple[bytes, list[memoryview]]:
         """Return the header and the frames of a record, verified. See :meth:`Store.read`."""
-        counts = Counters(read_failures=1)
+        counts = StorageCounters(read_failures=1)
         try:
             start = self._clock()
             data = self._get(receipt)
@@ -196,7 +196,7 @@ class MappingStore(Store):
             raise RecordCorrupt(f"{self._name(receipt)} has no bytes: {_said(error)}") from error
 
     def _decode(
-        self, receipt: Receipt, data: memoryview, allocate: Allocate, counts: Counters
+        self, receipt: Receipt, data: memoryview, allocate: Allocate, counts: StorageCounters
     ) -> tuple[bytes, list[memoryview]]:
         where = self._name(receipt)
         if data.nbytes < receipt.nbytes:
@@ -243,7 +243,7 @@ class MappingStore(Store):
 
     def _drop(self, receipt: Receipt) -> None:
         removed = self._remove(self._name(receipt))
-        self._add(Counters(deletes=int(removed), delete_failures=int(not removed)))
+        self._add(StorageCounters(deletes=int(removed), delete_failures=int(not removed)))
         if removed:
             self._remove_undeleted()
 
@@ -294,7 +294,7 @@ class MappingStore(Store):
     def _closed_error(self) -> StorageError:
         return StorageError(errno.EBADF, f"{self._described} was closed; the value stays in memory")
 
-    def _add(self, counts: Counters) -> None:
+    def _add(self, counts: StorageCounters) -> None:
         with self._section:
             self._counts.add(counts)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage.base import Allocate, FrameStream, Receipt
 from gpuspill.storage.codecs import PLAIN, Codec, CodecChooser
-from gpuspill.storage.counters import Counters
+from gpuspill.storage.counters import StorageCounters
 from gpuspill.storage.inplace import open_in_place
 from gpuspill.storage.mapped import MAP_FROM_NBYTES, map_file
 from gpuspill.storage.record import (
@@ -76,7 +76,7 @@ class RecordWriter:
         frames: Sequence[memoryview | FrameStream],
         codecs: CodecChooser,
         clock: Callable[[], float],
-        counts: Counters,
+        counts: StorageCounters,
     ) -> None:
         self._header = header
         self._codecs = codecs
@@ -261,7 +261,7 @@ class RecordReader:
         allocate: Allocate,
         codecs: CodecChooser,
         clock: Callable[[], float],
-        counts: Counters,
+        counts: StorageCounters,
     ) -> None:
         self._receipt = receipt
         self._where = where

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from gpuspill import forks
-from gpuspill.storage.counters import Counters
+from gpuspill.storage.counters import StorageCounters
 
 __all__ = ["Section", "Tally", "Visitors", "visit"]
 
@@ -49,11 +49,11 @@ class Tally:
     __slots__ = ("_adding", "_sum", "_waiting")
 
     def __init__(self) -> None:
-        self._sum = Counters()
-        self._waiting: deque[Counters] = deque()
+        self._sum = StorageCounters()
+        self._waiting: deque[StorageCounters] = deque()
         self._adding = False
 
-    def add(self, counts: Counters) -> None:
+    def add(self, counts: StorageCounters) -> None:
         """Add `counts`; in the middle of another addition of this thread, leave that to it."""
         self._waiting.append(counts)
         if self._adding:
@@ -65,10 +65,10 @@ class Tally:
         finally:
             self._adding = False
 
-    def sum(self) -> Counters:
+    def sum(self) -> StorageCounters:
         """Return the sum; not a copy."""
         if self._waiting:
-            self.add(Counters())  # what came after the last look of an addition, and before its end
+            self.add(StorageCounters())  # what came after the last look of an addition, and before its end
         return self._sum
 
 

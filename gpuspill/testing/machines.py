@@ -61,7 +61,7 @@ class SpillEvents:
         "settle_below": 2,
         "release_below": 1,
         "alias": 4,
-        "renew": 2,
+        "invalidate": 2,
         "remove": 4,
         "touch": 2,
         "pin": 5,
@@ -80,7 +80,7 @@ class SpillEvents:
         "stall_spill": 2,
         "set_stuck": 2,
         "correct_size": 3,
-        "hollow": 1,
+        "shrink_value": 1,
         "retry": 2,
         "begin_restore": 5,
         "begin_prefetch": 4,
@@ -178,11 +178,11 @@ class SpillEvents:
         if (pid := self._known(c)) is not None:
             self.oracle.alias(c.key, pid)
 
-    def renew(self, c: Choices) -> None:
+    def invalidate(self, c: Choices) -> None:
         """Store a value again under its key, perhaps changed."""
         pids = self.oracle.where(lambda value: value.memory or value.move == "up")
         if pids:
-            self.oracle.renew(pick(pids, c.i))
+            self.oracle.invalidate(pick(pids, c.i))
 
     def remove(self, c: Choices) -> None:
         """Delete a key."""
@@ -286,10 +286,10 @@ class SpillEvents:
         if (pid := self._known(c)) is not None:
             self.oracle.correct_size(pid, c.size)
 
-    def hollow(self, c: Choices) -> None:
+    def shrink_value(self, c: Choices) -> None:
         """Most of what a value has is somewhere else now."""
         if pids := self.oracle.where(lambda value: value.memory):
-            self.oracle.hollow(pick(pids, c.i), c.size)
+            self.oracle.shrink_value(pick(pids, c.i), c.size)
 
     def retry(self, c: Choices) -> None:
         """Time has passed."""

@@ -16,7 +16,7 @@ from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.storage.base import in_memory
 from gpuspill.testing.interruptions import Interruptions
 from gpuspill.testing.manager_model import KEYS, ManagerModel
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 from gpuspill.testing.values import CHANGES, KINDS, Made
 from gpuspill.testing.walks import pick
 
@@ -100,7 +100,7 @@ class ManagerEvents:
     }
 
     def __init__(self, *, limit: int | None, disk_limit: int | None, keep_clean: bool) -> None:
-        self.kit = Bench(
+        self.kit = ManagerKit(
             limit,
             disk_limit=disk_limit,
             keep_clean=keep_clean,

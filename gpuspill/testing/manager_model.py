@@ -12,7 +12,7 @@ from gpuspill.errors import DataLostError, ReadInterrupted, StorageError, answer
 from gpuspill.manager.ports import Encoded, PickleSerializer
 from gpuspill.manager.slots import Restore
 from gpuspill.testing.interruptions import Interruptions
-from gpuspill.testing.managers import Bench
+from gpuspill.testing.managers import ManagerKit
 from gpuspill.testing.values import Made
 from gpuspill.testing.walks import pick
 
@@ -54,7 +54,7 @@ class ManagerModel:
         What running tasks have in hand, and are in the middle of changing.
     """
 
-    def __init__(self, kit: Bench, interruptions: Interruptions) -> None:
+    def __init__(self, kit: ManagerKit, interruptions: Interruptions) -> None:
         self.kit = kit
         self._interruptions = interruptions
         self.values: dict[str, Made] = {}

@@ -14,7 +14,7 @@ from gpuspill.testing.clock import ManualClock
 from gpuspill.testing.engines import ManualEngine
 from gpuspill.testing.memory_store import HookedStore
 
-__all__ = ["Bench", "bench"]
+__all__ = ["ManagerKit", "bench"]
 
 
 def _sizeof(value: object) -> int:
@@ -22,7 +22,7 @@ def _sizeof(value: object) -> int:
     return nbytes if isinstance(nbytes, int) else 100
 
 
-class Bench:
+class ManagerKit:
     """A manager without threads.
 
     Parameters
@@ -100,8 +100,8 @@ class Bench:
 
 
 @contextmanager
-def bench(limit: int | None = None, **options: Any) -> Iterator[Bench]:
-    """Make a :class:`Bench`, and close it at the end unless the test has failed."""
-    made = Bench(limit, **options)
+def bench(limit: int | None = None, **options: Any) -> Iterator[ManagerKit]:
+    """Make a :class:`ManagerKit`, and close it at the end unless the test has failed."""
+    made = ManagerKit(limit, **options)
     yield made
     made.close()

@@ -29,7 +29,7 @@ class ModelValue:
     blocked: bool = False  # a spill failed since the last retry: a reason not to try again
     barred: bool = False  # and nothing happened since that would be a reason to try again
     suspect: bool = False  # somebody held it at some time since the last retry
-    renewed: bool = False  # it was stored anew while it moved
+    invalidated: bool = False  # it was stored anew while it moved
     small: bool = False  # it was when its spill began
     stalled: bool = False  # its spill takes too long
     taken: bool = False  # it was used while it was written, and nobody has compared it since
@@ -256,7 +256,7 @@ class Model:
             assert value.memory or value.lost or pid in forgotten, f"deleted the only copy of {pid}"
             value.disk, value.record = False, 0
             # If it is as it was, it took more room on disk than there is.
-            value.blocked |= pid == written and not (value.renewed or value.taken)
+            value.blocked |= pid == written and not (value.invalidated or value.taken)
         for pid in forgotten:
             value = values.pop(pid)
             assert pid not in self.keys.values(), f"forgot {pid}, which has keys"

@@ -127,19 +127,19 @@ class Oracle(Model):
         self.keys[key] = pid
         self._judge()
 
-    def renew(self, pid: int) -> None:
-        """See :meth:`SpillState.renew`."""
+    def invalidate(self, pid: int) -> None:
+        """See :meth:`SpillState.invalidate`."""
         value = self.values[pid]
-        value.renewed = bool(value.move)
-        self.state.renew(pid)
+        value.invalidated = bool(value.move)
+        self.state.invalidate(pid)
         self._judge()
         assert value.move or not value.disk, f"{value} was stored anew, and what it was before is kept"
 
-    def hollow(self, pid: int, nbytes: int) -> None:
-        """See :meth:`SpillState.hollow`."""
+    def shrink_value(self, pid: int, nbytes: int) -> None:
+        """See :meth:`SpillState.shrink_value`."""
         value = self.values[pid]
-        value.nbytes, value.unspillable, value.renewed = nbytes, True, bool(value.move)
-        self.state.hollow(pid, nbytes)
+        value.nbytes, value.unspillable, value.invalidated = nbytes, True, bool(value.move)
+        self.state.shrink_value(pid, nbytes)
         self._judge()
         assert value.memory, "what is left of a value must not leave memory"
         assert value.move or not value.disk, f"most of {value} is elsewhere, and a record of all of it is kept"
@@ -277,15 +277,15 @@ class Oracle(Model):
 
     def _old_is_gone(self, value: ModelValue) -> None:
         """What was on disk or on its way there is not kept if the value was stored anew meanwhile."""
-        assert not (value.renewed and value.disk), f"{value} was stored anew, and what it was before is kept"
+        assert not (value.invalidated and value.disk), f"{value} was stored anew, and what it was before is kept"
         assert not (value.taken and value.disk), f"{value} may have been changed, and what was written of it is kept"
-        value.renewed = value.taken = False
+        value.invalidated = value.taken = False
 
     def fail_spill(self, pid: int, *, forever: bool) -> None:
         """See :meth:`Spills.fail`."""
         self.state.spills.fail(pid, forever=forever)
         value = self.values[pid]
-        value.move, value.record, value.renewed, value.taken, value.stalled = "", 0, False, False, False
+        value.move, value.record, value.invalidated, value.taken, value.stalled = "", 0, False, False, False
         value.unspillable |= forever
         self.counts["spill_failures"] += 1
         value.blocked = value.barred = not forever
@@ -370,7 +370,7 @@ class Oracle(Model):
         """See :meth:`Restores.fail`."""
         self.state.restores.fail(pid, lost=lost)
         value = self.values[pid]
-        value.move, value.lost, value.renewed = "", lost, False
+        value.move, value.lost, value.invalidated = "", lost, False
         self.counts["restore_failures"] += 1
         self.counts["lost"] += lost
         self._judge()

@@ -11,8 +11,8 @@ from gpuspill.classes import is_instance, named
 from gpuspill.device.arrays import ArrayDescription, Recipe
 from gpuspill.device.external import external_types
 from gpuspill.tier.composites import Composite, DeviceObject
-from gpuspill.tier.entry import Entry
-from gpuspill.tier.finding import Finder, Kind
+from gpuspill.tier.entry import UnitIntake
+from gpuspill.tier.finding import Finder, FoundKind
 from gpuspill.tier.registry import Book
 from gpuspill.tier.units import Leaf, Unit
 from gpuspill.walk import replace
@@ -41,7 +41,7 @@ class Disassembler:
     Thread-safe, copies nothing.
     """
 
-    def __init__(self, finder: Finder, book: Book, entry: Entry, settle: Callable[[], None]) -> None:
+    def __init__(self, finder: Finder, book: Book, entry: UnitIntake, settle: Callable[[], None]) -> None:
         self._finder = finder
         self._book = book
         self._entry = entry
@@ -67,7 +67,7 @@ class Disassembler:
                 found = find(item)
                 if found is None:
                     return item
-                leaf = self._composite(item, units) if found is Kind.COMPOSITE else self._array(item, found, units)
+                leaf = self._composite(item, units) if found is FoundKind.COMPOSITE else self._array(item, found, units)
                 if leaf is None:
                     return item
                 leaves[id(item)] = leaf
@@ -188,7 +188,7 @@ class Disassembler:
             if externals and is_instance(item, *externals):
                 return item
             described = finder.find(item)
-            if described is Kind.COMPOSITE:
+            if described is FoundKind.COMPOSITE:
                 nbytes = finder.passive_nbytes(item)
                 if book.knows_composite(item):
                     pass

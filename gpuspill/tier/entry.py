@@ -13,10 +13,10 @@ from gpuspill.tier.composites import Composite, DeviceObject, TakenApart
 from gpuspill.tier.registry import Book
 from gpuspill.tier.units import DeviceMemory, Unit
 
-__all__ = ["Entry"]
+__all__ = ["UnitIntake"]
 
 
-class Entry:
+class UnitIntake:
     """Gives memory on a device its unit: the one that it has, or a new one in the device's manager.
 
     Parameters
@@ -98,7 +98,7 @@ class Entry:
 
     def take_place(self, unit: Unit) -> None:
         """Let the parts of a unit, which are known, leave in its place."""
-        self.renew(unit.parts)
+        self.invalidate(unit.parts)
         self._manager.store(unit, TakenApart(), 0, spillable=False)
         # As what was used up: they are next, as it was.
         self._manager.uses.expect(unit.parts, (float("inf"),), unit)
@@ -107,10 +107,10 @@ class Entry:
             with suppress(KeyError):
                 self._manager.discard(unit)
 
-    def renew(self, units: Iterable[Unit]) -> None:
+    def invalidate(self, units: Iterable[Unit]) -> None:
         """Count the memory that the caller has in hand as what units are, wherever they were, changed or not."""
         try:
-            self._manager.renew(units)
+            self._manager.invalidate(units)
         finally:
             for unit in units:
                 unit.offered = None

@@ -13,12 +13,12 @@ from gpuspill.errors import cut_loose
 from gpuspill.tier.composites import Families
 from gpuspill.walk import is_container, kinds
 
-__all__ = ["Finder", "Kind"]
+__all__ = ["Finder", "FoundKind"]
 
 logger = logging.getLogger("gpuspill")
 
 
-class Kind(Enum):
+class FoundKind(Enum):
     """What is found instead of an array."""
 
     COMPOSITE = "composite"
@@ -67,7 +67,7 @@ class Finder:
             return True
         return self._families is not None and self._families.takes_apart(cls)
 
-    def find(self, item: Any) -> ArrayDescription | Literal[Kind.COMPOSITE] | None:
+    def find(self, item: Any) -> ArrayDescription | Literal[FoundKind.COMPOSITE] | None:
         """Describe an array on the device, or say that an object is for the families to take apart.
 
         None for anything else, and for what nobody here can move.
@@ -75,7 +75,7 @@ class Finder:
         adapter = self._registry.adapter(type(item))
         if adapter is None and self._families is not None and self._families.takes_apart(type(item)):
             # A family finds a type by what it derives from, and puts that together again.
-            return None if self._registry.derives(type(item)) else Kind.COMPOSITE
+            return None if self._registry.derives(type(item)) else FoundKind.COMPOSITE
         return self._describe(item, adapter)
 
     def _describe(self, item: Any, adapter: ArrayAdapter | None) -> ArrayDescription | None:

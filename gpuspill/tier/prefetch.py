@@ -11,7 +11,7 @@ from gpuspill.manager import ProxifyManager
 from gpuspill.manager.admission import Admission
 from gpuspill.tier.units import Unit
 
-__all__ = ["Lookahead"]
+__all__ = ["Readahead"]
 
 #: So many are brought, or wait for room for that, at a time: units, or several that are small.
 _AT_MOST = 8
@@ -20,7 +20,7 @@ _TOGETHER = 256
 _TOGETHER_NBYTES = 64 * 2**20
 
 
-class Lookahead:
+class Readahead:
     """Brings units to the device before they are needed.
 
     Parameters

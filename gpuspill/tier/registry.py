@@ -24,7 +24,7 @@ from gpuspill import forks
 from gpuspill.device.arrays import ArrayRegistry, Recipe
 from gpuspill.device.port import Allocation, AllocationId, Device
 from gpuspill.tier.composites import Composite, DeviceObject, TakenApart
-from gpuspill.tier.units import Dead, DeviceMemory, Skeleton, Unit, Watch
+from gpuspill.tier.units import AllocationRef, Dead, DeviceMemory, Skeleton, Unit
 
 __all__ = ["Book"]
 
@@ -35,9 +35,9 @@ _MANY_VACATED = 4096
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _BookedUnit:
     unit: Unit
-    watch: Watch
+    watch: AllocationRef
     memory: weakref.ref[DeviceMemory]
 
 
@@ -77,9 +77,9 @@ class Book:
         self._lock = forks.lock()
         self._numbers = itertools.count(1)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-        self._known: dict[AllocationId, _Entry] = {}
-        self._left: dict[AllocationId, _Entry] = {}
-        self._departed: deque[_Entry] = deque()
+        self._known: dict[AllocationId, _BookedUnit] = {}
+        self._left: dict[AllocationId, _BookedUnit] = {}
+        self._departed: deque[_BookedUnit] = deque()
         self._gone: deque[Any] = deque()
         self._objects: weakref.WeakValueDictionary[int, DeviceObject] = weakref.WeakValueDictionary()
         self._composites: weakref.WeakValueDictionary[int, Composite] = weakref.WeakValueDictionary()
@@ -175,21 +175,21 @@ class Book:
                 if known is not None:
                     return known
                 memory.unit.references += 1
-            self._known[memory.identity] = _Entry(memory.unit, watch, weakref.ref(memory))
+            self._known[memory.identity] = _BookedUnit(memory.unit, watch, weakref.ref(memory))
             left = self._left.get(memory.identity)
             if left is not None and left.watch is not watch:  # else it has left again already
                 del self._left[memory.identity]
         return memory.unit
 
-    def watch(self, memory: DeviceMemory) -> Watch:
+    def watch(self, memory: DeviceMemory) -> AllocationRef:
         """Notice from now on when the memory is gone, or leaves while somebody has it. Before anybody can evict it."""
         keeps = memory.token is memory.keeper
         try:
-            watch = Watch(memory.token, self._gone.append, memory.identity, keeps=keeps)
+            watch = AllocationRef(memory.token, self._gone.append, memory.identity, keeps=keeps)
         except TypeError:
             # It cannot be watched. What is known is given up when the unit leaves, which it does not while somebody
             # else refers to what keeps it.
-            watch = Watch(memory, self._gone.append, memory.identity, keeps=False)
+            watch = AllocationRef(memory, self._gone.append, memory.identity, keeps=False)
             if self._unkept is None:
                 self._unkept = self._count_references(memory)
         memory.watch = watch
@@ -337,12 +337,12 @@ class Book:
         watch, unit = memory.watch, memory.unit
         if watch is None:
             return None
-        self._departed.append(_Entry(unit, watch, weakref.ref(memory)))
+        self._departed.append(_BookedUnit(unit, watch, weakref.ref(memory)))
         self._vacated.append(memory.identity)
         self.departures += 1
         return lambda: self._revive(unit, watch)
 
-    def _revive(self, unit: Unit, watch: Watch) -> DeviceMemory | None:
+    def _revive(self, unit: Unit, watch: AllocationRef) -> DeviceMemory | None:
         token = watch()
         keeper = token if watch.keeps else unit.offered
         if token is None or keeper is None:

@@ -20,13 +20,13 @@ from gpuspill.storage.buffers import BufferPool
 from gpuspill.tier.assemble import Builder
 from gpuspill.tier.composites import DeviceObject, Families, TakenApart
 from gpuspill.tier.disassemble import Disassembler
-from gpuspill.tier.entry import Entry
+from gpuspill.tier.entry import UnitIntake
 from gpuspill.tier.finding import Finder
 from gpuspill.tier.host_store import HostRecords
 from gpuspill.tier.out_of_memory import OutOfMemoryGuard
 from gpuspill.tier.overlaps import reductions
 from gpuspill.tier.pinned_pool import PinnedPool
-from gpuspill.tier.prefetch import Lookahead
+from gpuspill.tier.prefetch import Readahead
 from gpuspill.tier.read import Reader, lost
 from gpuspill.tier.registry import Book
 from gpuspill.tier.serializer import DeviceSerializer
@@ -150,8 +150,8 @@ class DeviceTier:
         self.grace = 0
         self._ended: OrderedDict[Hashable, tuple[Unit, ...]] = OrderedDict()
         self._guard = OutOfMemoryGuard(device, self.manager, self.settle, self._largest, self._book)
-        self.ahead = Lookahead(self.manager, self._guard.verify)
-        entry = Entry(device, self._book, self.manager)
+        self.ahead = Readahead(self.manager, self._guard.verify)
+        entry = UnitIntake(device, self._book, self.manager)
         self._finder = Finder(device, registry, families)
         self._disassembler = Disassembler(self._finder, self._book, entry, self.settle)
         self._serializer.take_apart = self._disassembler.take_apart
@@ -208,7 +208,7 @@ class DeviceTier:
         if found is not value:
             try:
                 if touched:
-                    self.manager.renew(found.units)
+                    self.manager.invalidate(found.units)
             finally:
                 for unit in found.units:
                     unit.offered = None
@@ -338,7 +338,7 @@ class DeviceTier:
         self.manager.uses.drop(units, user)
 
     def prefetch(self, values: Iterable[Any]) -> int:
-        """Begin to bring what values have, which are going to be needed in this order; see :meth:`Lookahead.bring`."""
+        """Begin to bring what values have, which are going to be needed in this order; see :meth:`Readahead.bring`."""
         return self.ahead.bring(value.units for value in values if type(value) is Skeleton)
 
     def has_room(self, nbytes: int) -> bool:

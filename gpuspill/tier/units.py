@@ -17,7 +17,7 @@ from gpuspill.device.arrays import Recipe
 from gpuspill.device.port import Allocation, AllocationId
 from gpuspill.ending import Ending
 
-__all__ = ["Dead", "DeviceMemory", "Internal", "Leaf", "Prepared", "Skeleton", "Unit", "Watch"]
+__all__ = ["AllocationRef", "Dead", "DeviceMemory", "Internal", "Leaf", "Prepared", "Skeleton", "Unit"]
 
 #: Whether a skeleton died, and units to be counted down by whoever comes next.
 Dead: TypeAlias = "deque[tuple[bool, tuple[Unit, ...]]]"
@@ -90,7 +90,7 @@ class Unit(Internal):
         return bool(self.arrays) and any(ref() is not None for ref in list(self.arrays.values()))
 
 
-class Watch(weakref.ref[Any]):
+class AllocationRef(weakref.ref[Any]):
     """A weak reference to what lives as long as an allocation, which knows the allocation.
 
     Attributes
@@ -106,7 +106,9 @@ class Watch(weakref.ref[Any]):
     identity: AllocationId
     keeps: bool
 
-    def __new__(cls, token: Any, callback: Callable[[Any], object], identity: AllocationId, *, keeps: bool) -> Watch:
+    def __new__(
+        cls, token: Any, callback: Callable[[Any], object], identity: AllocationId, *, keeps: bool
+    ) -> AllocationRef:
         """Make one; TypeError if `token` cannot be weakly referenced."""
         return super().__new__(cls, token, callback)
 
@@ -138,7 +140,7 @@ class DeviceMemory:
     def __init__(self, unit: Unit, allocation: Allocation, keeper: object, token: object = None) -> None:
         self.unit = unit
         self.identity = allocation.identity
-        self.watch: Watch | None = None
+        self.watch: AllocationRef | None = None
         # With the last reference to what keeps it the memory is freed.
         self._held: list[Any] = [allocation, keeper, keeper if token is None else token]
         self._ending = Ending(partial(allocation.device.let_go, self._held))

@@ -15,7 +15,7 @@ from gpuspill.bench.arms import ARMS, ClusterShape, open_cluster
 from gpuspill.bench.job import benchmark
 from gpuspill.bench.persist_sum import ROWS, PersistSum
 from gpuspill.bench.tiny import BATCH, Tiny, _Contestant, _order
-from gpuspill.bench.watch import Watch, restart
+from gpuspill.bench.watch import WatchPlugin, restart
 from gpuspill.errors import ConfigError
 
 MIB = 2**20
@@ -204,7 +204,7 @@ def _full_collections() -> int:
 def test_garbage_is_collected_before_anything_is_measured() -> None:
     """Else it depends on what an arm has imported whether a full collection falls into its job."""
     shape = ClusterShape(workers=2, threads=1, memory_limit=1024 * MIB)
-    with open_cluster(ARMS["nospill"], shape, watch=Watch(), silence=logging.CRITICAL) as client:
+    with open_cluster(ARMS["nospill"], shape, watch=WatchPlugin(), silence=logging.CRITICAL) as client:
         before = client.run(_full_collections)
         restart(client)
         after = client.run(_full_collections)

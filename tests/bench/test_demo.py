@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gpuspill.demo.arrays import ArrayJob
 from gpuspill.demo.flights import FlightsJob, _in_order, load_part, load_tables
-from gpuspill.demo.jobs import Answers, Job, differences
+from gpuspill.demo.jobs import Answers, DemoJob, differences
 from gpuspill.demo.run import FULL, QUICK, Size, demonstrate, make_jobs
 from gpuspill.demo.view import ClusterView, Rates, WorkerState, _Meter, draw, line
 from gpuspill.errors import ConfigError
@@ -304,7 +304,7 @@ class EndlessJob(ArrayJob):
     ],
     ids=["wrong", "failing", "endless"],
 )
-def test_wrong_and_unfinished_jobs_are_told(kind: type[Job], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_and_unfinished_jobs_are_told(kind: type[DemoJob], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuspill.demo.run.ArrayJob", kind)
     size = dataclasses.replace(TINY, timeout=1.0 if kind is EndlessJob else 120.0)
     (outcome,), text = table_of(size, "nospill", "array")

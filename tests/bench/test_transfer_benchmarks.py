@@ -11,7 +11,7 @@ import pytest
 
 from gpuspill.bench import transfer, transpose
 from gpuspill.bench.job import benchmark
-from gpuspill.bench.transfer import Transfer
+from gpuspill.bench.transfer import TransferBenchmark
 from gpuspill.bench.transpose import Transpose
 from gpuspill.errors import ConfigError
 
@@ -28,7 +28,7 @@ def little_room() -> Iterator[None]:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("little_room")
 def test_transfer_on_all_arms() -> None:
-    job = Transfer(limit=1024 * MIB, ratio=1 / 32, chunk=2 * MIB)
+    job = TransferBenchmark(limit=1024 * MIB, ratio=1 / 32, chunk=2 * MIB)
     result = benchmark(job, "stock,gpuspill,memory", 1)
     assert result.correct, [sample.error for sample in result.samples]
     assert result.parameters["nbytes"] == job.nbytes == 32 * MIB
@@ -49,7 +49,7 @@ def test_transfer_on_all_arms() -> None:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("little_room")
 def test_transfer_to_a_peer_without_room() -> None:
-    job = Transfer(limit=1024 * MIB, ratio=1 / 64, chunk=2 * MIB, peer="limited")
+    job = TransferBenchmark(limit=1024 * MIB, ratio=1 / 64, chunk=2 * MIB, peer="limited")
     result = benchmark(job, "gpuspill", 1)
     assert result.correct, [sample.error for sample in result.samples]
     assert result.samples[0].figure("decodes") == 0
@@ -77,7 +77,7 @@ def test_a_run_that_takes_too_long_is_a_failed_run() -> None:
     assert result.samples[0].error.startswith("TimeoutError")
 
 
-@pytest.mark.parametrize("job", [Transfer, Transpose])
+@pytest.mark.parametrize("job", [TransferBenchmark, Transpose])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -96,9 +96,9 @@ def test_unusable_jobs(job: type, options: dict[str, float], message: str) -> No
 
 def test_unusable_peer_and_arms() -> None:
     with pytest.raises(ConfigError, match=r"^peer"):
-        Transfer(peer="rich")  # type: ignore[arg-type]
+        TransferBenchmark(peer="rich")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="choose among stock, gpuspill, memory"):
-        benchmark(Transfer(limit=MIB, chunk=MIB), "nospill", 1)
+        benchmark(TransferBenchmark(limit=MIB, chunk=MIB), "nospill", 1)
     with pytest.raises(ConfigError, match=r"^workers"):
         Transpose(workers=0)
 

@@ -204,7 +204,7 @@ def _use(state: SpillState, pid: int) -> None:
         (SpillState.touch, "b"),
         (_use, "b"),
         (lambda state, pid: state.alias("other name", pid), "b"),
-        (lambda state, pid: state.renew(pid), "b"),
+        (lambda state, pid: state.invalidate(pid), "b"),
         (lambda state, pid: state.candidates.expect("a", "task", (1.0,)), "b"),
     ],
     ids=["nothing", "another is read", "read", "in use", "stored again", "stored anew", "needed"],

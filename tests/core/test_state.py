@@ -56,7 +56,7 @@ def test_memory_that_is_written_for_itself_is_not_counted_again_with_a_view():
         state.spills.complete(pid, 60, force=True)
         state.validate()
     assert state.memory.leaving == 0
-    state.loosen(state.effects.take().loosened)
+    state.release_parts(state.effects.take().released_parts)
     state.validate()
     assert state.memory.used == 0
 

@@ -17,7 +17,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPClientError
 
 import gpuspill
 from gpuspill.distributed.dashboard import SchedulerSource, SpillingPage, WorkerSource
-from gpuspill.monitoring.samples import Sample
+from gpuspill.monitoring.samples import ClusterSample
 from tests.distributed.clusters import all_spilled, spilling
 from tests.monitoring.cluster_samples import worker
 
@@ -143,10 +143,12 @@ class ManyWorkers:
         self.workers = workers
         self.missed: set[str] = set()
 
-    def sample(self) -> Sample:
+    def sample(self) -> ClusterSample:
         self.looks += 1
         numbers = {f"tcp://{i}:1": worker(host_nbytes=i, written_nbytes=10 * self.looks) for i in range(self.workers)}
-        return Sample(float(self.looks), {name: said for name, said in numbers.items() if name not in self.missed})
+        return ClusterSample(
+            float(self.looks), {name: said for name, said in numbers.items() if name not in self.missed}
+        )
 
     def largest(self):
         self.listings += 1

@@ -19,7 +19,7 @@ from gpuspill.distributed import worker as worker_module
 from gpuspill.distributed.internals import PROTOCOL_VERSION
 from gpuspill.distributed.lost import LostValue, Poison
 from gpuspill.distributed.sending import Parcel, Receiver
-from gpuspill.distributed.wire import Window, Wire
+from gpuspill.distributed.wire import SendBuffer, Wire
 from gpuspill.simulated import Array, asarray, asnumpy
 from gpuspill.testing.stores import Gate
 from gpuspill.tier import Skeleton
@@ -277,7 +277,7 @@ async def test_what_is_sent_is_made_a_value_at_a_time(c, s, a, b, device):
         "bytes": Receiver("wire"),
     }
     for name, receiver in receivers.items():
-        parcel = Parcel(a.data.manager, Window(2**20), tier)
+        parcel = Parcel(a.data.manager, SendBuffer(2**20), tier)
         chosen = [x.key for x in (xs if name == "bytes" else xs[:1])]
         await parcel.fill([*chosen, z.key], receiver, lambda key: None)
         sent[name] = [type(value) for value in parcel.values.values()]
@@ -334,7 +334,7 @@ async def test_what_cannot_be_serialised_is_left_to_distributed(c, s, a, b, devi
     x = c.submit(lambda: [Unsendable(make(1))], workers=[a.address])
     y = c.submit(make, 2, workers=[a.address])
     await wait([x, y])
-    parcel = Parcel(a.data.manager, Window(2**20), a.data.tier)
+    parcel = Parcel(a.data.manager, SendBuffer(2**20), a.data.tier)
     await parcel.fill([x.key, y.key], Receiver("wire"), lambda key: None)
     assert {key: type(value) for key, value in parcel.values.items()} == {x.key: list, y.key: Wire}
     parcel.release()

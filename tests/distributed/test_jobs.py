@@ -15,7 +15,7 @@ from gpuspill.config import Settings
 from gpuspill.distributed.factory import build_store
 from gpuspill.distributed.lost import LostValue
 from gpuspill.distributed.metrics import WAIT
-from gpuspill.distributed.task_inputs import Job, OutputSizes, granted
+from gpuspill.distributed.task_inputs import OutputSizes, TaskInputs, granted
 from gpuspill.distributed.views import ResidentView, View
 
 
@@ -50,7 +50,7 @@ def store(tmp_path):
 
 
 def job_for(store, keys, output=0, wait=True):
-    return Job(store.manager, store.manager.admission.admit("out", keys, output), wait=wait)
+    return TaskInputs(store.manager, store.manager.admission.admit("out", keys, output), wait=wait)
 
 
 def metered(function):

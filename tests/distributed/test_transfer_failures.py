@@ -19,7 +19,7 @@ import gpuspill
 from gpuspill.distributed import worker as hooks
 from gpuspill.distributed.attach import attach
 from gpuspill.distributed.sending import Receiver, pack
-from gpuspill.distributed.wire import Window, Wire
+from gpuspill.distributed.wire import SendBuffer, Wire
 from gpuspill.errors import StorageFull
 from gpuspill.storage.wrappers import FaultyStore, nth
 from gpuspill.testing.stores import Gate, GatedStore
@@ -88,7 +88,7 @@ async def test_giving_up_while_it_is_read(form):
 async def test_giving_up_in_the_line():
     async with pair() as (c, _s, a, _b):
         x, y = await spilled(c, a, n=2)
-        attached(a).window = Window(NBYTES)
+        attached(a).window = SendBuffer(NBYTES)
         gate = gated_reads(a)
         async with opened(gate):
             first, second, third = (
@@ -138,7 +138,7 @@ async def test_giving_up_while_it_is_decoded(monkeypatch):
 async def test_the_window_bounds_what_is_read():
     async with pair() as (c, s, a, b):
         xs = await spilled(c, a, n=6)
-        attached(a).window = window = Window(2 * NBYTES + 1000, share=2 * NBYTES + 1000)
+        attached(a).window = window = SendBuffer(2 * NBYTES + 1000, share=2 * NBYTES + 1000)
         gate = gated_reads(a)
         async with opened(gate):
             packings = [
@@ -161,7 +161,7 @@ async def test_a_request_that_waits_for_its_turn_keeps_nothing_in_memory():
     async with pair() as (c, _s, a, _b):
         x, y, z = await spilled(c, a, n=3)
         assert (await y).data[0] == 2  # in memory again
-        attached(a).window = Window(NBYTES)
+        attached(a).window = SendBuffer(NBYTES)
         gate = gated_reads(a)
         async with opened(gate):
             first, second = (

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from distributed.utils_test import gen_test
 
-from gpuspill.distributed.wire import Window
+from gpuspill.distributed.wire import SendBuffer
 
 
 async def turns():
@@ -40,7 +40,7 @@ class Line:
 
 @gen_test()
 async def test_what_fits_goes_at_once():
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     await line.ask(4, 6)
     assert line.served == [0, 1]
@@ -49,7 +49,7 @@ async def test_what_fits_goes_at_once():
 
 @gen_test()
 async def test_first_come_first_served():
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     await line.ask(8, 5, 1, 4)
     assert line.served == [0]  # the third would fit
@@ -61,7 +61,7 @@ async def test_first_come_first_served():
 
 @gen_test()
 async def test_who_comes_later_does_not_overtake():
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     await line.ask(8, 5)
     line.give_back(0)  # the second has its turn now but has not run yet
@@ -77,7 +77,7 @@ async def test_who_comes_later_does_not_overtake():
 @pytest.mark.parametrize("before", [0, 1])
 @gen_test()
 async def test_what_is_too_large_goes_alone(before):
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     await line.ask(*[1] * before, 50, 1)
     if before:
@@ -94,7 +94,7 @@ async def test_what_is_too_large_goes_alone(before):
 @pytest.mark.parametrize("position", [0, 1, 2])
 @gen_test()
 async def test_giving_up_in_the_line(position):
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     await line.ask(10, 4, 3, 3)
     line.tasks[1 + position].cancel()
@@ -112,7 +112,7 @@ async def test_giving_up_in_the_line(position):
 
 @gen_test()
 async def test_giving_up_lets_those_behind_pass():
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     await line.ask(5, 8, 5)
     line.tasks[1].cancel()
@@ -123,7 +123,7 @@ async def test_giving_up_lets_those_behind_pass():
 
 @gen_test()
 async def test_giving_up_in_the_moment_of_the_turn():
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     await line.ask(10, 8, 8)
     line.give_back(0)  # it is the turn of the second, which has not run yet
@@ -138,7 +138,7 @@ async def test_giving_up_in_the_moment_of_the_turn():
 
 @gen_test()
 async def test_giving_up_before_it_was_begun():
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     task = asyncio.create_task(window.take(5))
     task.cancel()
     await turns()
@@ -147,7 +147,7 @@ async def test_giving_up_before_it_was_begun():
 
 @gen_test()
 async def test_all_give_up_at_once():
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     await line.ask(10, *[3] * 20)
     for task in line.tasks[1:]:
@@ -162,7 +162,7 @@ async def test_all_give_up_at_once():
 @gen_test()
 async def test_only_buffers_are_remembered_when_they_are_written():
     """Memory of the file goes when it is written. Buffers stay, to be used again."""
-    window = Window(1000)
+    window = SendBuffer(1000)
     (await window.take(400)).release()
     assert window.lately() == 0
     slot = await window.take(320)
@@ -184,7 +184,7 @@ class Later:
         call_later = loop.call_later
 
         def caught(delay, callback, *args):
-            if getattr(callback, "__self__", None).__class__ is not Window:
+            if getattr(callback, "__self__", None).__class__ is not SendBuffer:
                 return call_later(delay, callback, *args)
             self.handles.append(asyncio.TimerHandle(0, callback, args, loop))
             return self.handles[-1]
@@ -206,7 +206,7 @@ def test_a_peer_that_does_not_read_stops_no_one_else(monkeypatch):
     @gen_test()
     async def test():
         later = Later(monkeypatch)
-        window = Window(10)
+        window = SendBuffer(10)
         stuck, other = Line(window, "stuck"), Line(window, "other")
         await stuck.ask(3, 2, 1)
         assert stuck.served == [0, 1]  # half of it
@@ -243,7 +243,7 @@ def test_a_peer_that_does_not_read_stops_no_one_else(monkeypatch):
 
 @gen_test()
 async def test_peers_take_turns():
-    window = Window(10)
+    window = SendBuffer(10)
     lines = [Line(window, name) for name in "ab"]
     holds = await window.take(10, "c")
     await lines[0].ask(3, 3, 3)
@@ -258,7 +258,7 @@ async def test_peers_take_turns():
 
 @gen_test()
 async def test_what_turns_out_to_be_less_makes_room():
-    window = Window(10, share=10)
+    window = SendBuffer(10, share=10)
     line = Line(window)
     slot = await window.take(8)
     await line.ask(6)

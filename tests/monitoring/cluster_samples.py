@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuspill.monitoring.catalogue import catalogue
-from gpuspill.monitoring.samples import Sample
+from gpuspill.monitoring.samples import ClusterSample
 
 
 def worker(**numbers: float | None) -> dict[str, float | None]:
@@ -14,6 +14,6 @@ def worker(**numbers: float | None) -> dict[str, float | None]:
     return {name: numbers.get(name, limits.get(name, 0)) for name in catalogue()}
 
 
-def run(*steps: dict[str, float | None], seconds: float = 1.0) -> list[Sample]:
+def run(*steps: dict[str, float | None], seconds: float = 1.0) -> list[ClusterSample]:
     """Return samples of one worker, so many seconds apart."""
-    return [Sample(100.0 + i * seconds, {"w": numbers}) for i, numbers in enumerate(steps)]
+    return [ClusterSample(100.0 + i * seconds, {"w": numbers}) for i, numbers in enumerate(steps)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuspill.monitoring.advice import Run, advise
-from gpuspill.monitoring.samples import Sample
+from gpuspill.monitoring.samples import ClusterSample
 from tests.monitoring.cluster_samples import run, worker
 
 FULL = {"host_nbytes": 950}
@@ -28,7 +28,7 @@ FAULTS = {
 }
 
 
-def rules(samples: list[Sample]) -> list[str]:
+def rules(samples: list[ClusterSample]) -> list[str]:
     return [advice.rule for advice in advise(Run(samples))]
 
 
@@ -57,7 +57,7 @@ def test_nothing_was_spilled():
 
 
 def test_no_worker_has_gpuspill():
-    (advice,) = advise(Run([Sample(0.0), Sample(1.0)]))
+    (advice,) = advise(Run([ClusterSample(0.0), ClusterSample(1.0)]))
     assert advice.rule == "no-gpuspill"
     assert "SpillPlugin" in advice.remedy
 
@@ -87,7 +87,7 @@ def test_reads_ahead_of_tasks_cost_them_nothing():
 def test_the_disk_limit_of_one_worker_among_empty_ones():
     full = worker(spill_failures=1, disk_nbytes=890, disk_limit=900, spills=1)
     others = {name: worker(disk_limit=1000) for name in "abcdef"}
-    (advice,) = advise(Run([Sample(0.0, {"w": worker(), **others}), Sample(1.0, {"w": full, **others})]))
+    (advice,) = advise(Run([ClusterSample(0.0, {"w": worker(), **others}), ClusterSample(1.0, {"w": full, **others})]))
     assert (advice.rule, advice.finding) == (
         "disk-limit",
         "1 write was refused: a worker used 890 B of its disk limit of 900 B.",
@@ -96,7 +96,14 @@ def test_the_disk_limit_of_one_worker_among_empty_ones():
 
 def test_what_a_worker_did_before_it_left_or_was_started_anew_counts():
     first, again = worker(spills=5, lost=3), worker(spills=1, lost=1)
-    run_ = Run([Sample(0.0, {"w": worker()}), Sample(1.0, {"w": first}), Sample(2.0, {"w": again}), Sample(3.0)])
+    run_ = Run(
+        [
+            ClusterSample(0.0, {"w": worker()}),
+            ClusterSample(1.0, {"w": first}),
+            ClusterSample(2.0, {"w": again}),
+            ClusterSample(3.0),
+        ]
+    )
     assert run_.grew("lost") == run_.growth["w"]["lost"] == 4
     assert run_.last == {"w": again}
 

@@ -11,7 +11,7 @@ import pytest
 from gpuspill.monitoring.advice import Run
 from gpuspill.monitoring.chart import Series, chart, ticks
 from gpuspill.monitoring.page import About, render
-from gpuspill.monitoring.samples import Sample
+from gpuspill.monitoring.samples import ClusterSample
 from tests.monitoring.cluster_samples import worker
 
 
@@ -50,7 +50,7 @@ def checked(page: str) -> Checker:
     return found
 
 
-def samples(count: int) -> list[Sample]:
+def samples(count: int) -> list[ClusterSample]:
     def numbers(i: int) -> dict[str, float | None]:
         return worker(
             limit=2**30,
@@ -61,7 +61,10 @@ def samples(count: int) -> list[Sample]:
             wait_seconds=i * 0.01,
         )
 
-    return [Sample(50.0 + i, {"tcp://a:1": numbers(i), "tcp://b:2": numbers(2 * i)}, i % 5, 0.02) for i in range(count)]
+    return [
+        ClusterSample(50.0 + i, {"tcp://a:1": numbers(i), "tcp://b:2": numbers(2 * i)}, i % 5, 0.02)
+        for i in range(count)
+    ]
 
 
 def test_what_it_says():
@@ -79,7 +82,9 @@ def test_what_it_says():
 
 def test_of_hundreds_of_workers_those_that_spilled_most_have_a_column():
     workers = {f"tcp://{i}:1": worker(spills=i, spilled_total_nbytes=i) for i in range(300)}
-    texts = checked(render(Run([Sample(0.0, dict.fromkeys(workers, worker())), Sample(1.0, workers)]), About())).texts
+    texts = checked(
+        render(Run([ClusterSample(0.0, dict.fromkeys(workers, worker())), ClusterSample(1.0, workers)]), About())
+    ).texts
     assert [text for text in texts if text.startswith("tcp://")] == [f"tcp://{i}:1" for i in range(284, 300)]
     assert texts[texts.index("spills") + 1] == f"{sum(range(300)):,}"
     assert "Of 300 workers, the 16 that spilled most." in texts
@@ -87,14 +92,18 @@ def test_of_hundreds_of_workers_those_that_spilled_most_have_a_column():
 
 @pytest.mark.parametrize("workers", [{}, {"tcp://a:1": worker()}])
 def test_a_run_of_one_moment(workers):
-    checked(render(Run([Sample(1.0, workers)]), About()))
+    checked(render(Run([ClusterSample(1.0, workers)]), About()))
 
 
 def test_a_worker_that_comes_and_one_that_goes():
     found = checked(
         render(
             Run(
-                [Sample(0, {"tcp://a:1": worker(spills=5)}), Sample(1, {}), Sample(2, {"tcp://b:2": worker(spills=3)})]
+                [
+                    ClusterSample(0, {"tcp://a:1": worker(spills=5)}),
+                    ClusterSample(1, {}),
+                    ClusterSample(2, {"tcp://b:2": worker(spills=3)}),
+                ]
             ),
             About(),
         )

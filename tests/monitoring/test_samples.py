@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gpuspill.monitoring.samples import Sample, changes, combined, fullest, rates, steps
+from gpuspill.monitoring.samples import ClusterSample, changes, combined, fullest, rates, steps
 from tests.monitoring.cluster_samples import worker
 
 
@@ -14,26 +14,29 @@ def test_a_limit_that_one_worker_does_not_have_is_none_for_all():
 
 
 def test_only_totals_change():
-    before, after = Sample(0, {"a": worker(spills=3, keys=5)}), Sample(2, {"a": worker(spills=7, keys=2)})
+    before, after = ClusterSample(0, {"a": worker(spills=3, keys=5)}), ClusterSample(2, {"a": worker(spills=7, keys=2)})
     assert changes(before, after)["a"]["spills"] == 4
     assert "keys" not in changes(before, after)["a"]
     assert rates(before, after)["a"]["spills"] == 2
 
 
 def test_a_worker_that_came_or_was_started_anew_counts_from_zero():
-    before = Sample(0, {"old": worker(spills=100), "gone": worker(spills=1)})
-    after = Sample(1, {"old": worker(spills=4), "new": worker(spills=2)})
+    before = ClusterSample(0, {"old": worker(spills=100), "gone": worker(spills=1)})
+    after = ClusterSample(1, {"old": worker(spills=4), "new": worker(spills=2)})
     assert {address: grown["spills"] for address, grown in changes(before, after).items()} == {"old": 4, "new": 2}
 
 
 def test_two_samples_of_one_moment_have_no_rates():
-    same = Sample(5, {"a": worker(spills=1)})
-    assert rates(same, Sample(5, {"a": worker(spills=9)}))["a"]["spills"] == 0
+    same = ClusterSample(5, {"a": worker(spills=1)})
+    assert rates(same, ClusterSample(5, {"a": worker(spills=9)}))["a"]["spills"] == 0
 
 
 def test_a_worker_that_one_sample_misses_goes_on_from_there():
     one, two = {"a": worker(spills=100)}, {"a": worker(spills=103)}
-    grown = [changes(before, after) for before, after in steps([Sample(0, one), Sample(1), Sample(2, two)])]
+    grown = [
+        changes(before, after)
+        for before, after in steps([ClusterSample(0, one), ClusterSample(1), ClusterSample(2, two)])
+    ]
     assert [step["a"]["spills"] for step in grown if "a" in step] == [3]
 
 

@@ -15,7 +15,7 @@ from gpuspill.storage.codecs import (
     PLAIN,
     Codec,
     CodecChooser,
-    Sample,
+    CodecSample,
     Throughput,
     best_choice,
     price,
@@ -62,7 +62,7 @@ FRAME = memoryview(bytes(32 * 2**20))
 
 
 def lz4(ratio, compress_rate=0.5 * GB, decompress_rate=2 * GB):
-    return Sample(CODEC, ratio, compress_rate, decompress_rate)
+    return CodecSample(CODEC, ratio, compress_rate, decompress_rate)
 
 
 class TestBestChoice:
@@ -89,7 +89,7 @@ class TestBestChoice:
         assert best_choice([], 1.0, 1.0) == PLAIN
 
     def test_fastest_of_several(self):
-        small = Sample(Codec("zstd", bytes, bytes), 0.3, 0.3 * GB, 1 * GB)
+        small = CodecSample(Codec("zstd", bytes, bytes), 0.3, 0.3 * GB, 1 * GB)
         # The slower the disk, the more a smaller result is worth.
         assert best_choice([lz4(0.5), small], 300 * MB, 300 * MB).codec is CODEC
         assert best_choice([lz4(0.5), small], 50 * MB, 50 * MB).codec is small.codec

@@ -21,7 +21,7 @@ from gpuspill.errors import RecordCorrupt, RecordLost, StorageError, StorageFull
 from gpuspill.storage import record_io
 from gpuspill.storage.buffers import BufferPool
 from gpuspill.storage.codecs import Codec, CodecChooser
-from gpuspill.storage.counters import Counters
+from gpuspill.storage.counters import StorageCounters
 from gpuspill.storage.files import FileStore
 from gpuspill.storage.wrappers import DelayedStore
 from gpuspill.testing.stores import Pieces
@@ -459,7 +459,7 @@ class TestFinalisers:
     @pytest.fixture
     def during(self, monkeypatch):
         """Do something once in the middle of an addition, under the lock; of what follows the outcome is returned."""
-        add = Counters.add
+        add = StorageCounters.add
 
         def during(act, operation):
             outcome = []
@@ -471,7 +471,7 @@ class TestFinalisers:
                 add(counters, other)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Counters, "add", add_and_act)
+                patch.setattr(StorageCounters, "add", add_and_act)
                 result = in_thread(operation)()
             return result, outcome[0]
 
