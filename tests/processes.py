@@ -5,8 +5,11 @@ import signal
 import time
 
 
-def in_child(function):
-    """Run a function in a forked child; AssertionError if it fails or hangs there, with what it raised."""
+def in_child(function, forked=lambda: None):
+    """Run a function in a forked child; AssertionError if it fails or hangs there, with what it raised.
+
+    `forked` is called in the parent once the child is there.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -19,6 +22,7 @@ def in_child(function):
             os.write(write, outcome or b"well")
             os._exit(0)
     os.close(write)
+    forked()
     deadline = time.monotonic() + 60
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if time.monotonic() > deadline:

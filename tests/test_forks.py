@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from gpuspill.simulated import asarray
 from gpuspill.storage.files import FileStore
 from gpuspill.testing.managers import ManagerKit
 from tests.processes import in_child
-from tests.things import Thing
+from tests.things import Thing, squeeze
 
 PROGRAM = Path(__file__).with_name("forking.py")
 #: Children in each run of the program; 100 shows that it holds.
@@ -67,6 +69,28 @@ def test_processes_that_libraries_start(library, needed):
     run("library", library, 1 + ROUNDS // 8)
 
 
+@contextmanager
+def child_after(function):
+    """Fork, do in the parent what stands in the context, then let the child call a function."""
+    read, write = os.pipe()
+    forked = threading.Event()
+
+    def child():
+        os.read(read, 1)
+        function()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(in_child, child, forked.set)
+        forked.wait()
+        try:
+            yield
+        finally:
+            os.write(write, b"x")
+            done.result()
+            os.close(read)
+            os.close(write)
+
+
 @pytest.fixture
 def manager(tmp_path):
     manager = ProxifyManager(
@@ -104,10 +128,9 @@ class TestReading:
 
     @pytest.mark.fault("process forked", on="release", outcome="an error in the child")
     def test_what_the_parent_has_removed_since_is_an_error_that_says_what_to_do(self, manager):
-        read, write = os.pipe()
+        parent = os.getpid()
 
         def child():
-            os.read(read, 1)
             with pytest.raises(
                 ManagerClosed, match=f"'disk' was on disk .* forked from process {parent}.*Read it before"
             ):
@@ -116,29 +139,31 @@ class TestReading:
                 manager.batch.get_many(["disk"]).result(10)
             manager.get("memory")
 
-        parent = os.getpid()
-        thread = threading.Thread(target=in_child, args=(child,))
-        pids = []
-        fork = os.fork
-
-        def forked():
-            pids.append(fork())
-            return pids[-1]
-
-        os.fork = forked
-        try:
-            thread.start()
-            while not pids:
+        with child_after(child):
+            manager.discard("disk")
+            while os.listdir(manager._store.path) != ["lock"]:
                 time.sleep(0.001)
-        finally:
-            os.fork = fork
-        manager.discard("disk")
-        while os.listdir(manager._store.path) != ["lock"]:
-            time.sleep(0.001)
-        os.write(write, b"x")
-        thread.join()
-        os.close(read)
-        os.close(write)
+
+    def test_what_was_in_use_at_the_fork_is_there_when_the_parent_gives_up_its_record(self, tmp_path, unsure):
+        """The parent takes the value back: its holder may have changed it, so the record counts no more."""
+        kit = ManagerKit(store=FileStore(tmp_path))
+        held = Thing("content")
+        kit.manager.store("a", held)
+        squeeze(kit)
+        for _ in range(25):
+            kit.clock.advance(1)
+            kit.engine.spill_all()
+        assert not kit.manager.is_resident("a")
+
+        def child():
+            assert kit.manager.get("a") is held
+            assert kit.manager.batch.get_many(["a"]).result(10)["a"] is held
+
+        with child_after(child):
+            kit.manager.limits.set_limit(None, None)
+            assert kit.manager.get("a") is held
+            assert kit.records() == 0
+        kit.close()
 
     def test_bytes_that_nobody_has_decoded(self, manager):
         header, frames = PickleSerializer().dumps(np.full(10, 5.0))

@@ -207,7 +207,13 @@ class Restorer:
         try:
             return self.copy(key, entry.pid)
         except DataLostError as error:
-            raise self._metadata.unreadable(key) from error
+            # A value that was in use when the process forked is in the child's memory for good. The
+            # parent gives up the record of such a value once it takes it back.
+            ghost = self._metadata.slots[entry.pid].ghost
+            value = None if ghost is None else ghost()
+            if value is None:
+                raise self._metadata.unreadable(key) from error
+            return value
 
     def copy(self, key: Hashable, pid: int) -> Any:
         """Return a copy of a value that is not ready, and change nothing.
