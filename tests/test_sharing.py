@@ -374,7 +374,7 @@ def test_the_record_of_a_deleted_key_goes_although_a_view_stays(kit, when):
     assert manager.memory_total() == 0
 
 
-@pytest.mark.parametrize("kind", ["arrays", "frames"])
+@pytest.mark.parametrize("kind", ["arrays", "frames", "frame of an array"])
 def test_what_may_change_by_another_value_is_compared_with_its_record(kind):
     """Since pandas 3 a frame that is changed changes no other."""
 
@@ -385,9 +385,14 @@ def test_what_may_change_by_another_value_is_compared_with_its_record(kind):
             self.written += 1
             return super().dumps(value)
 
-    whole = base() if kind == "arrays" else pd.DataFrame({"x": base()})
+    whole = pd.DataFrame({"x": base()}) if kind == "frames" else base()
     serializer = Counting()
     kit = ManagerKit(serializer=serializer, shared=shared_memory, sizeof=measure)
+    if kind == "frame of an array":
+        array = whole.copy()
+        kit.manager.store("array", array)
+        whole = pd.DataFrame(array, copy=False)
+        del array
     for number in range(2):
         kit.manager.store(number, whole[number * N // 2 : (number + 1) * N // 2])
     del whole

@@ -74,7 +74,7 @@ class Slot(Entry):
     found_held
         How often it was found held when it should have been evicted.
     fixed
-        Whether no other value with which it shares memory can change it.
+        Whether it is not changed by values that look at the same memory, only by the array itself.
     knots
         References to it that come from inside it, as far as that was looked into; None if it was
         not.
@@ -288,7 +288,7 @@ class Slots(dict[int, Slot]):
 
     def shares(self, slot: Slot) -> bool:
         """Whether other values share memory with a value and can change it by that."""
-        return not slot.fixed and any(part.keys or part.owners > 1 for part in map(self.__getitem__, slot.parts))
+        return any(part.keys or (part.owners > 1 and not slot.fixed) for part in map(self.__getitem__, slot.parts))
 
 
 def _weakly_referable(value: object) -> bool:
