@@ -14,8 +14,10 @@ from gpuspill.core.sizes import UNKNOWN_NBYTES
 from gpuspill.device.shared_memory import shared_memory
 from gpuspill.errors import DataLostError, StorageError
 from gpuspill.manager.ports import PickleSerializer
+from gpuspill.manager.transaction import Bell
 from gpuspill.testing.managers import ManagerKit, bench
 from tests.things import SHARED, VALUES, Thing, Unpicklable, assert_same, fresh, squeeze, the_values
+from tests.threads import in_thread
 
 
 @pytest.fixture
@@ -346,6 +348,43 @@ def test_evicting_all_twice_at_once_keeps_the_limit():
             assert not thread.is_alive()
         assert kit.manager.statistics().limit == 10_000
         assert sorted(kit.manager.keys_in(Tier.DISK)) == [1, 2]
+
+
+def test_who_makes_room_sleeps_until_another_thread_has_made_it(monkeypatch):
+    writing, goes_on, asleep = (threading.Event() for _ in range(3))
+    wait = Bell.wait
+
+    def tell_and_wait(bell):
+        asleep.set()
+        wait(bell)
+
+    class Slow(Thing):
+        def __reduce__(self):
+            writing.set()
+            assert goes_on.wait(60)
+            return Thing, (self.content,)
+
+    monkeypatch.setattr(Bell, "wait", tell_and_wait)
+    with bench(10_000) as kit:
+        kit.manager.store(1, Slow(1), 100)
+        first = in_thread(kit.manager.limits.make_room, 100)
+        assert writing.wait(60)
+        second = in_thread(kit.manager.limits.make_room, 100)
+        assert asleep.wait(60)
+        goes_on.set()
+        assert first() == second() == 100
+
+
+def test_a_bell_counts_rings_before_the_wait_and_forgets_those_before_a_look():
+    bell = Bell()
+    bell.ring()
+    bell.ring()
+    bell.wait()
+    bell.ring()
+    bell.hush()
+    woken = in_thread(bell.wait)
+    bell.ring()
+    woken()
 
 
 @pytest.mark.parametrize("nbytes", [0, 100])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Iterable, Mapping
 
 from gpuspill.manager.spill import Spiller
 from gpuspill.manager.threads import Engine
-from gpuspill.manager.transaction import Metadata, batches, deferred, reads, refused
+from gpuspill.manager.transaction import Bell, Metadata, batches, deferred, reads, refused
 
 __all__ = ["Evictor"]
-
-#: Seconds until another look at what another thread is writing.
-_PAUSE = 0.001
 
 
 class Evictor:
@@ -93,16 +89,18 @@ class Evictor:
             # Below nothing, so that values of no size go as well, and whatever the offset takes off.
             state.set_limits(min(0, state.memory.offset) - 1, state.disk.limit)
         try:
-            while True:
-                done = self._spiller.step() is not None
-                with self._metadata as state:
-                    going = self._metadata.others_letting_go()
-                    if going:
-                        state.retry()  # it may be what holds others
-                    if self._metadata.closed or (done and not (state.spilling or state.queue or going)):
-                        break
-                if done:
-                    time.sleep(_PAUSE)  # another thread has the last ones in hand
+            with self._metadata.others_changes() as bell:
+                while True:
+                    bell.hush()
+                    done = self._spiller.step() is not None
+                    with self._metadata as state:
+                        going = self._metadata.others_letting_go()
+                        if going:
+                            state.retry()  # it may be what holds others
+                        if self._metadata.closed or (done and not (state.spilling or state.queue or going)):
+                            break
+                    if done:
+                        bell.wait()  # another thread has the last ones in hand
         finally:
             with self._metadata as state:
                 self._evicting -= 1
@@ -119,11 +117,16 @@ class Evictor:
             Bytes that were freed; fewer than asked for if everything else is in use or cannot be written. What
             others were writing meanwhile is waited for, and counts too.
         """
-        freed = 0
-        counted: set[object] = set()
         with self._metadata as state:
             state.retry()
+        with self._metadata.others_changes() as bell:
+            return self._make_room(nbytes, bell)
+
+    def _make_room(self, nbytes: int, bell: Bell) -> int:
+        freed = 0
+        counted: set[object] = set()
         while freed < nbytes:
+            bell.hush()
             with self._metadata as state:
                 if self._metadata.closed:
                     break
@@ -138,15 +141,17 @@ class Evictor:
             elif not dropped:
                 if not going and (not spilling or self._engine.spilling_here):
                     break
-                time.sleep(_PAUSE)  # another thread has the last ones in hand
+                bell.wait()  # another thread has the last ones in hand
                 with self._metadata as state:
                     freed += max(0, used - state.memory.used)
                     now = self._metadata.others_letting_go()
                 freed += sum(going[each] for each in going.keys() - now.keys() - counted)
                 counted |= now.keys() - going.keys()  # it had not left before, and is counted already
-        while counted & self._metadata.others_letting_go().keys():
-            time.sleep(_PAUSE)
-        return freed
+        while True:
+            bell.hush()
+            if not counted & self._metadata.others_letting_go().keys():
+                return freed
+            bell.wait()
 
     @refused("make room")
     def evict(self, keys: Iterable[Hashable]) -> int:

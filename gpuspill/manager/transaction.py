@@ -18,10 +18,12 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -68,6 +70,27 @@ _REAP_NBYTES = 64 * 1024
 _PIECE = 10_000
 #: So many keys are handled in one block at most: a fraction of a millisecond.
 BATCH = 256
+
+
+class Bell:
+    """Wakes the one thread that waits. Ringing waits for no lock, so finalisers may; rings before a wait count."""
+
+    def __init__(self) -> None:
+        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ring(self) -> None:
+        """Wake the thread, now or when it waits next."""
+        if self._rings.empty():
+            self._rings.put(None)
+
+    def hush(self) -> None:
+        """Forget the rings so far: what they tell of is looked at next."""
+        while not self._rings.empty():
+            self._rings.get()
+
+    def wait(self) -> None:
+        """Block until the bell rings."""
+        self._rings.get()
 
 
 class Metadata:
@@ -149,6 +172,7 @@ class Metadata:
         self._depth = 0
         self._deferred: list[Callable[[], object]] = []
         self._letting_go: dict[object, tuple[int, int]] = {}
+        self._bells: dict[Bell, int] = {}  # by the thread that waits
         forks.tell(self)
 
     def disown(self) -> None:
@@ -164,6 +188,7 @@ class Metadata:
         self.promises.clear()
         self._deferred.clear()
         self._letting_go.clear()
+        self._bells.clear()
         self._grant_all()
 
     def _grant_all(self) -> None:
@@ -309,11 +334,15 @@ class Metadata:
             self._lock.release()
             if engine is not None:
                 engine.wake()
+            if self._bells:
+                self._ring()
         if self.promptly:
             try:
                 values.clear()
             finally:
                 self._letting_go.pop(going, None)
+                if self._bells:
+                    self._ring()
             self._delete(receipts)
             receipts, nbytes = [], 0
         for admission in granted:
@@ -334,6 +363,22 @@ class Metadata:
                 action()
             except Exception:
                 logger.exception("what a finaliser asked for failed")
+
+    @contextmanager
+    def others_changes(self) -> Iterator[Bell]:
+        """Give a bell that rings when another thread has completed a change, or let go of what left memory."""
+        bell = Bell()
+        self._bells[bell] = threading.get_ident()
+        try:
+            yield bell
+        finally:
+            self._bells.pop(bell, None)  # it is gone in a forked child
+
+    def _ring(self) -> None:
+        here = threading.get_ident()
+        for bell, ident in list(self._bells.items()):
+            if ident != here:
+                bell.ring()
 
     def others_letting_go(self) -> dict[object, int]:
         """Return what other threads are letting go of, and its bytes: it has left, and its memory is not free yet."""

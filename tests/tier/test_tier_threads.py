@@ -2,15 +2,14 @@
 
 import random
 import threading
-import time
-import types
 from contextlib import suppress
 
 import numpy as np
 import pytest
 
-from gpuspill.manager import ProxifyManager, limits
+from gpuspill.manager import ProxifyManager
 from gpuspill.manager.ports import PickleSerializer
+from gpuspill.manager.transaction import Bell
 from gpuspill.simulated import Array, SimulatedDevice, asarray, asnumpy
 from gpuspill.testing.stores import MemoryStore
 from gpuspill.tier import DeviceTier
@@ -124,12 +123,12 @@ def test_what_another_thread_is_letting_go_of_is_waited_for(monkeypatch, who):
         let_go(held)
 
     monkeypatch.setattr(device, "let_go", late)
-    slept = []
+    slept, wait = [], Bell.wait
 
-    def sleep(seconds):
-        slept.append(seconds)
+    def sleep(bell):
+        slept.append(bell)
         go.set()
-        time.sleep(seconds)
+        wait(bell)
 
     host = ProxifyManager(limit=None, store=MemoryStore(), serializer=PickleSerializer(), sizeof=lambda value: 8)
     tier = DeviceTier(device, host, limit=None)
@@ -137,7 +136,7 @@ def test_what_another_thread_is_letting_go_of_is_waited_for(monkeypatch, who):
     other = threading.Thread(target=tier.manager.limits.evict_all)
     other.start()
     assert began.wait(60)
-    monkeypatch.setattr(limits, "time", types.SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(Bell, "wait", sleep)
     if who == "out of memory":
         assert device.allocate(800).nbytes == 800
         assert device.statistics().failed_allocations == 0
