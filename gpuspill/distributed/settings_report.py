@@ -29,6 +29,15 @@ logger = logging.getLogger("distributed.worker")
 
 #: Options in bytes.
 _SIZES = frozenset({"host_limit", "max_spill", "buffer_pool", "device_memory_limit", "pinned_memory"})
+#: What None means where it is not that there is no limit.
+_NONE = {
+    "spill_directory": "the worker's",
+    "compression": "off",
+    "device": "off",
+    "gds": "off",
+    "store": "files",
+    "eviction_policy": "by use",
+}
 
 
 def in_force(worker: Any) -> Rows:
@@ -87,7 +96,7 @@ def announce_settings(worker: Any) -> None:
 def text(name: str, value: object) -> str:
     """Return the value of an option as it is shown."""
     if value is None:
-        return "none"
+        return _NONE.get(name, "no limit")
     return format_bytes(value) if name in _SIZES and isinstance(value, int) else str(value)
 
 

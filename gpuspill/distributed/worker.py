@@ -27,6 +27,7 @@ from contextlib import ExitStack, suppress
 from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
 from time import time
+from types import FunctionType
 from typing import Any
 
 import distributed
@@ -217,6 +218,9 @@ def spilling_class(base: Any) -> Any:
 def _disguise(new: type, base: type) -> type:
     new.__name__, new.__qualname__ = base.__name__, base.__qualname__
     new.__module__, new.__doc__ = base.__module__, base.__doc__
+    for name, method in vars(new).items():
+        if isinstance(method, FunctionType):
+            method.__qualname__ = f"{base.__qualname__}.{name}"  # coroutines are shown by it
     return new
 
 

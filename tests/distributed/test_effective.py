@@ -127,6 +127,9 @@ def test_the_command_line_shows_those_of_this_machine(tmp_path, monkeypatch):
         lines = invoke()
     assert "host-limit 1.00 GiB 1.00 GiB DASK_GPUSPILL__HOST_LIMIT" in lines
     assert "prefetch 4 4 default" in lines
+    for what in ("gds off", "store files", "spill-directory the worker's", "eviction-policy by use"):
+        value = what.split(" ", 1)[1]
+        assert f"{what} {value} default" in lines
     # A long path takes several lines.
     start = next(i for i, line in enumerate(lines) if line.startswith("spill-threads 3 3"))
     assert str(path).startswith(lines[start].split()[-1])

@@ -204,6 +204,7 @@ def test_classes_are_made_once():
     assert hooks.spilling_class(Worker) is hooked
     assert hooks.spilling_class(hooked) is hooked
     assert (hooked.__name__, hooked.__module__, hooked.__qualname__) == (Worker.__name__, Worker.__module__, "Worker")
+    assert hooked.gather_dep.__qualname__ == "Worker.gather_dep"
 
 
 def test_frames_are_hidden_by_the_name_of_the_file():
