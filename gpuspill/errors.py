@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from asyncio import CancelledError
 from concurrent import futures
+from typing import Final
 
 __all__ = [
     "ConfigError",
@@ -38,6 +39,7 @@ __all__ = [
     "StorageFull",
     "Unspillable",
     "answerable",
+    "contained",
     "cut_loose",
     "is_for_caller",
 ]
@@ -138,6 +140,20 @@ def cut_loose(error: BaseException) -> None:
             seen.add(id(found))
             found.__traceback__ = None
             left += found.__cause__, found.__context__
+
+
+class _Contained:
+    """See :data:`contained`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        return kind is not None and not issubclass(kind, KeyboardInterrupt)
+
+
+#: Suppresses what a value's own code raises when it is asked something, ``SystemExit`` included: such
+#: a question may be asked on the event loop, which that would end. KeyboardInterrupt passes.
+contained: Final = _Contained()
 
 
 def is_for_caller(error: BaseException) -> bool:

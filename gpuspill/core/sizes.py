@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpuspill.classes import ClassTable, identities
+from gpuspill.errors import contained
 
 __all__ = ["UNKNOWN_NBYTES", "SizeModel", "as_nbytes"]
 
@@ -30,15 +31,14 @@ def as_nbytes(size: object) -> int:
 
     ``sizeof`` may be a user's function. It may return a NumPy scalar (``-1 * size`` of an unsigned
     one overflows), a boolean, NaN, a negative number, or nothing. An answer that is no number
-    becomes `UNKNOWN_NBYTES`. Raises nothing.
+    becomes `UNKNOWN_NBYTES`. Raises nothing but KeyboardInterrupt.
     """
     if type(size) is int:
         nbytes = size
     else:
-        try:
+        nbytes = -1
+        with contained:
             nbytes = int(size)  # type: ignore[call-overload]
-        except Exception:
-            return UNKNOWN_NBYTES
     return nbytes if 0 <= nbytes < _ABSURD else UNKNOWN_NBYTES
 
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Final
 
 from gpuspill.classes import ClassTable, attribute_of
 from gpuspill.device.port import AllocationId, Layout
+from gpuspill.errors import contained
 
 __all__ = ["ArrayAdapter", "ArrayDescription", "ArrayRegistry", "Recipe", "estimated_nbytes"]
 
@@ -220,16 +221,11 @@ class ArrayRegistry:
         """
         cls = type(value)
         adapter = self.adapter(cls)
-        try:
+        with contained:  # if its properties raise it is not an array to us
             if adapter is not None:
                 return adapter.describe(value, self)
-            if self.derives(cls):
-                return None
-            return self._estimate(value)
-        except Exception:
-            # What an object does when asked for its properties is not ours; it is not an array to
-            # us then.
-            return None
+            return None if self.derives(cls) else self._estimate(value)
+        return None
 
     def stream(self, value: object) -> tuple[int, object] | None:
         """Return the stream on which an array is used, as the driver has it, and what keeps that, if anything does.
@@ -237,10 +233,9 @@ class ArrayRegistry:
         None if nothing says so, or if it is a default stream.
         """
         adapter = self.adapter(type(value))
-        try:
+        found = None
+        with contained:
             found = _interface_stream(value) if adapter is None else adapter.stream(value)
-        except Exception:
-            return None  # whatever an object does when asked for its properties
         return None if found is None or found[0] <= _PER_THREAD else found
 
     def is_on_device(self, value: object) -> bool:
@@ -248,10 +243,9 @@ class ArrayRegistry:
         adapter = self.adapter(type(value))
         if adapter is not None and not adapter.on_device:
             return False
-        try:
+        with contained:
             return self.describe(value) is not None or self._estimate(value) is not None
-        except Exception:
-            return False
+        return False
 
     def rebuild(self, recipe: Recipe, memory: Any) -> Any:
         """Build an array on `memory`; see :meth:`ArrayAdapter.rebuild`."""
@@ -320,14 +314,11 @@ def estimated_nbytes(value: object) -> int | None:
     Never by ``sys.getsizeof``, which knows nothing of memory on a device. None if it claims none.
     Raises nothing but KeyboardInterrupt.
     """
-    try:
+    with contained:
         found = interface_layout(value)
         if found is not None:
             low, high = found[0].span
             return high - low
         nbytes = getattr(value, "nbytes", None)
         return operator.index(nbytes) if nbytes is not None and nbytes >= 0 else None
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        return None
+    return None

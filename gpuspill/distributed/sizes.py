@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sized
-from contextlib import suppress
 from sys import getsizeof
 from typing import Any
 
@@ -13,6 +12,7 @@ from distributed.sizeof import safe_sizeof
 from gpuspill.classes import identities, is_instance, is_plain
 from gpuspill.core.sizes import UNKNOWN_NBYTES, as_nbytes
 from gpuspill.device.arrays import estimated_nbytes
+from gpuspill.errors import contained
 from gpuspill.walk import replace
 
 __all__ = ["SCALARS", "Claims", "Noted", "claimed_nbytes", "external_nbytes", "measure", "passive_nbytes"]
@@ -25,10 +25,11 @@ _CLAIMS = 1000
 
 
 def claimed_nbytes(value: object) -> int | None:
-    """Return the size that an object claims, in bytes, if dask knows no size for its type; else None. Never raises.
+    """Return the size that an object claims, in bytes, if dask knows no size for its type; else None.
 
-    What dask says of such types is ``sys.getsizeof``, which knows nothing of memory elsewhere, or nothing: looking for
-    the size of a type makes dask import what it has for the type's library, which raises for Numba's simulator.
+    Raises nothing but KeyboardInterrupt. What dask says of such types is ``sys.getsizeof``, which knows nothing of
+    memory elsewhere, or nothing: looking for the size of a type makes dask import what it has for the type's library,
+    which raises for Numba's simulator.
     """
     nbytes = None if _is_known(type(value)) else estimated_nbytes(value)
     return nbytes if nbytes is None or nbytes == as_nbytes(nbytes) else None
@@ -37,17 +38,17 @@ def claimed_nbytes(value: object) -> int | None:
 def _is_known(cls: type) -> bool:
     known = False
     if is_plain(cls):
-        with suppress(Exception):
+        with contained:
             known = sizeof.dispatch(cls) is not sizeof_default  # type: ignore[no-untyped-call]
     return known
 
 
 def passive_nbytes(value: object) -> int | None:
-    """Return the size of an object in bytes without looking at its memory: by dask, else by ``nbytes``. Never raises.
+    """Return the size of an object in bytes without looking at its memory: by dask, else by ``nbytes``.
 
-    None if neither tells it.
+    None if neither tells it. Raises nothing but KeyboardInterrupt.
     """
-    with suppress(Exception):
+    with contained:
         nbytes = sizeof(value) if _is_known(type(value)) else getattr(value, "nbytes", None)
         return None if nbytes is None else as_nbytes(nbytes)
     return None
@@ -93,13 +94,10 @@ def measure(value: object) -> int:
     claimed = claimed_nbytes(value)
     if claimed is not None:
         return claimed
-    try:
+    with contained:
         # Of others dask cannot be asked: it has a dictionary of types.
         return as_nbytes((safe_sizeof if is_plain(type(value)) else getsizeof)(value))
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        return UNKNOWN_NBYTES
+    return UNKNOWN_NBYTES
 
 
 def external_nbytes(value: object, types: tuple[type, ...]) -> int | None:
@@ -111,7 +109,7 @@ def external_nbytes(value: object, types: tuple[type, ...]) -> int | None:
             found[id(item)] = measure(item)
         return item
 
-    with suppress(Exception):  # what its own types do when they are looked into is not ours
+    with contained:  # what its own types do when they are looked into is not ours
         replace(value, look)
     return sum(found.values()) if found else None
 

@@ -58,7 +58,7 @@ from gpuspill.distributed.sizes import Claims, measure
 from gpuspill.distributed.task_inputs import TaskInputs, granted, in_turns
 from gpuspill.distributed.views import ClosedView, ResidentView, View
 from gpuspill.distributed.wire import Form, Wire, real_type
-from gpuspill.errors import DataLostError, ManagerClosed
+from gpuspill.errors import DataLostError, ManagerClosed, contained
 from gpuspill.manager.transaction import BATCH, at_once
 
 __all__ = ["Unproxied", "claims_of", "spilling_class"]
@@ -435,7 +435,7 @@ def _finish(claims: Claims, prepare: Callable[[Any], None] | None, outcome: dict
             outcome.update(result=plain, nbytes=measure(plain), type=type(plain))
     claims.ask(outcome["result"])
     if prepare is not None:
-        with suppress(Exception):  # then storing it meets the same
+        with contained:  # then storing it meets the same
             prepare(outcome["result"])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from gpuspill.classes import is_instance, named
 from gpuspill.device.arrays import ArrayDescription, Recipe
 from gpuspill.device.external import external_types
+from gpuspill.errors import contained
 from gpuspill.tier.composites import Composite, DeviceObject
 from gpuspill.tier.entry import UnitIntake
 from gpuspill.tier.finding import Finder, FoundKind
@@ -77,7 +78,7 @@ class Disassembler:
             tree = replace(value, stand_in, boring)
         except BaseException as error:
             self._give_back(units)
-            if not isinstance(error, Exception):
+            if isinstance(error, KeyboardInterrupt):
                 raise
             # Looking into somebody's types runs their code. Storing must not fail for it: then the value stays whole.
             logger.debug("cannot take a value of type %s apart", named(type(value)), exc_info=True)
@@ -85,12 +86,9 @@ class Disassembler:
         return self._book.skeleton(tree, tuple(units)) if units else value
 
     def _boring(self, value: Any) -> set[int] | None:
-        try:
+        with contained:  # what cannot be looked into stays whole
             return self._finder.boring(value)
-        except Exception:
-            # Looking into somebody's types runs their code; what cannot be looked into stays whole.
-            logger.debug("cannot look into a value of type %s", named(type(value)), exc_info=True)
-            return None
+        return None
 
     def _array(self, item: Any, found: ArrayDescription, units: dict[Unit, None]) -> Leaf | None:
         """Return what stands for an array or an opaque object, whose unit `units` then has; None if it has to stay."""
@@ -205,11 +203,10 @@ class Disassembler:
                 found[described.identity] = described.identity.nbytes
             return item
 
-        try:
+        with contained:
             replace(value, look, boring)
-        except Exception:
-            return 0  # nothing of it will be known
-        return sum(found.values())
+            return sum(found.values())
+        return 0  # nothing of it will be known
 
 
 def _frame_recipe(found: ArrayDescription) -> Recipe:

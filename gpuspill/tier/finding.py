@@ -113,7 +113,9 @@ class Finder:
             for _, found in described:
                 if found is not None:
                     self._device.borrow(found.identity, found.owner)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             logger.debug("cannot take a value of type %s apart: %r", named(type(composite)), error)
             cut_loose(error)
             return None

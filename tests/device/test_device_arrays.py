@@ -559,13 +559,16 @@ def test_they_are_sized_by_their_interface_and_flagged(array, address, nbytes, r
 
 
 class Raises:
+    def __init__(self, error=RuntimeError):
+        self.error = error
+
     @property
     def __cuda_array_interface__(self):
-        raise RuntimeError("not now")
+        raise self.error("not now")
 
     @property
     def nbytes(self):
-        raise RuntimeError("not now")
+        raise self.error("not now")
 
 
 class Anything:
@@ -574,16 +577,30 @@ class Anything:
 
 
 @pytest.mark.parametrize(
-    "value", [None, 3, "text", b"bytes", [1], object(), np.float64(1), Raises(), Anything(), Interface(1, "wrong")]
+    "value",
+    [
+        None,
+        3,
+        "text",
+        b"bytes",
+        [1],
+        object(),
+        np.float64(1),
+        Raises(),
+        Raises(SystemExit),
+        Anything(),
+        Interface(1, "wrong"),
+    ],
 )
 def test_what_is_no_array_is_none_and_nothing_raises(value, registry):
     assert registry.describe(value) is None
     assert not registry.is_on_device(value)
+    assert registry.stream(value) is None
 
 
 def test_sizes_are_never_guessed():
     assert estimated_nbytes(np.float64(1)) == 8
-    for value in ([0] * 1000, "text", Raises(), Anything(), object()):
+    for value in ([0] * 1000, "text", Raises(), Raises(SystemExit), Anything(), object()):
         assert estimated_nbytes(value) is None
 
 

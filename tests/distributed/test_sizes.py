@@ -11,8 +11,9 @@ from distributed.protocol.serialize import dask_serialize
 
 from gpuspill import simulated
 from gpuspill.config import Settings
-from gpuspill.core.sizes import UNKNOWN_NBYTES
+from gpuspill.core.sizes import UNKNOWN_NBYTES, as_nbytes
 from gpuspill.distributed.factory import build_store
+from gpuspill.distributed.sizes import external_nbytes, measure, passive_nbytes
 from gpuspill.simulated import ManualClock, SimulatedDevice, asarray
 
 
@@ -161,6 +162,29 @@ def test_a_size_that_raises(store, error):
     store["y"] = [Raises()]
     del store["x"], store["y"]
     assert store.statistics().host_nbytes == 0
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, GeneratorExit])
+def test_a_registered_size_that_raises(store, error, monkeypatch):
+    """Asking may be on the event loop, which what is no Exception would end."""
+
+    class Raises:
+        nbytes = 5
+
+        def __int__(self):
+            raise error
+
+    def size(value):
+        raise error
+
+    monkeypatch.setitem(sizeof._lookup, Raises, size)
+    value = Raises()
+    assert passive_nbytes(value) is None
+    assert measure(value) == as_nbytes(value) == UNKNOWN_NBYTES
+    assert external_nbytes([value], (Raises,)) == UNKNOWN_NBYTES
+    store.on_store = None
+    store["x"] = value
+    assert store.manager.nbytes("x") == UNKNOWN_NBYTES
 
 
 @pytest.fixture
