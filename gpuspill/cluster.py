@@ -151,8 +151,6 @@ def _refuse_unknown(keywords: Iterable[str], stock: type | None, with_devices: b
         dask-cuda's class, if there is one.
     with_devices
         Whether it makes the cluster. Else what is about devices is going to be ignored.
-    worker_class
-        As given.
     """
     known = {*_OWN, *inspect.signature(LocalCluster.__init__).parameters}
     if not with_devices:

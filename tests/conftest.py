@@ -21,4 +21,4 @@ def _young_heap() -> None:
 @pytest.fixture
 def unsure(monkeypatch):
     """Nothing can tell who holds a value: it is evicted in the end, whoever does."""
-    monkeypatch.setattr("gpuspill.manager.spill.knots", lambda value: Knots(0, False, 1))
+    monkeypatch.setattr("gpuspill.manager.spill.knots", lambda value: Knots(0, False))

@@ -35,8 +35,6 @@ class Room:
         What may be evicted.
     lifetimes
         How it is.
-    effects, counters
-        Where to note what was decided.
 
     Notes
     -----

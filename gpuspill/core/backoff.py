@@ -38,8 +38,6 @@ class Backoff:
 
         Parameters
         ----------
-        now
-            The time.
         again
             It had failed before, so the wait begins when this attempt has ended. What fails for the first time must not
             put off what waits already: there may always be something new.

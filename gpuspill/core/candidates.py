@@ -30,8 +30,6 @@ class Candidates:
 
     Parameters
     ----------
-    ledger
-        The values.
     held
         ``held(pid)`` tells whether somebody outside holds on to a value in memory. Must be fast and must not call back.
     small_below
@@ -194,12 +192,8 @@ class Candidates:
 
         Parameters
         ----------
-        entry
-            The value.
         wanted
             Whether it should go. If it is held, it stays and is set aside.
-        first
-            As for :meth:`classify`.
         """
         wanted = wanted and entry.evictable and not entry.refused
         held = wanted and self._is_held(entry.pid)

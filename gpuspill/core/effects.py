@@ -67,7 +67,6 @@ class Counters:
     spilled_nbytes: int = 0
     spill_failures: int = 0
     clean_drops: int = 0
-    clean_dropped_nbytes: int = 0
     restores: int = 0
     restored_nbytes: int = 0
     restore_failures: int = 0

@@ -24,13 +24,6 @@ __all__ = ["Lifetimes"]
 class Lifetimes:
     """The ways out of memory and out of the books, the same ones for whatever event leads there.
 
-    Parameters
-    ----------
-    ledger, charges, candidates, records, read_ahead
-        What has to be told.
-    effects, counters
-        Where to note what was decided.
-
     Attributes
     ----------
     loose
@@ -64,7 +57,6 @@ class Lifetimes:
         """Evict a candidate that has a record already, so that nothing is written."""
         self._candidates.unlist(entry.pid)
         self._counters.clean_drops += 1
-        self._counters.clean_dropped_nbytes += entry.nbytes
         self.let_go(entry)
 
     def let_go(self, entry: Entry) -> None:
@@ -112,8 +104,6 @@ class Lifetimes:
 
         Parameters
         ----------
-        entry
-            The value.
         parts
             Proxies in memory, each once.
         apart_nbytes

@@ -18,15 +18,8 @@ class GuardedPolicy(EvictionPolicy):
 
     Parameters
     ----------
-    policy
-        The other one.
     failed
         Called once, with what it has done wrong.
-
-    Attributes
-    ----------
-    policy
-        As given.
 
     Notes
     -----

@@ -33,15 +33,12 @@ class ReadAhead:
         Bytes of them in memory, or on their way.
     share
         Of the room for values, that they may take.
-    wasted
-        How many left again unused.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         self.nbytes = 0
         self.share = MOST
-        self.wasted = 0
 
     def allows(self, nbytes: int, room: int | None) -> bool:
         """Whether a value of `nbytes` may be read ahead where values may take `room` bytes in all; None for any."""
@@ -66,7 +63,6 @@ class ReadAhead:
     def evicted(self, pid: int) -> None:
         """A value leaves memory."""
         if self._sizes and self.gone(pid):
-            self.wasted += 1
             self.share = max(LEAST, self.share / 2)
 
     def gone(self, pid: int) -> bool:

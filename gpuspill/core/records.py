@@ -27,12 +27,8 @@ class Records:
         Bytes of records to keep on disk; None for no limit.
     keep_clean
         Keep the record of a restored value.
-    ledger
-        The values.
     candidates
         Told when a record is given up, and when there is room for what was refused.
-    effects, counters
-        Where to note what was decided.
     block_nbytes
         Size of a block of the file system, in bytes. A record takes whole blocks.
 

@@ -21,13 +21,6 @@ __all__ = ["Restores"]
 class Restores:
     """Moves from disk to memory. The record stays behind, unless clean copies are not kept.
 
-    Parameters
-    ----------
-    ledger, charges, candidates, records, lifetimes, room, read_ahead
-        The parts of the core that have a say.
-    counters
-        Where to note what was decided.
-
     Notes
     -----
     Has no state of its own: what is in flight stands in the residency of each value. Not
@@ -116,8 +109,6 @@ class Restores:
 
         Parameters
         ----------
-        pid
-            The proxy.
         lost
             The record itself is gone or damaged; there is no copy left. Otherwise reading may be
             tried again.

@@ -22,13 +22,6 @@ __all__ = ["Spills"]
 class Spills:
     """Moves from memory to disk.
 
-    Parameters
-    ----------
-    ledger, charges, candidates, records, lifetimes, room
-        The parts of the core that have a say.
-    counters
-        Where to note what was decided.
-
     Notes
     -----
     Has no state of its own: what is in flight stands in the residency of each value. Not
@@ -135,8 +128,6 @@ class Spills:
 
         Parameters
         ----------
-        pid
-            The proxy.
         disk_nbytes
             Size of the record in bytes.
         force
@@ -182,8 +173,6 @@ class Spills:
 
         Parameters
         ----------
-        pid
-            The proxy.
         forever
             It can never be spilled (not serialisable); otherwise it is blocked until it is tried
             again.

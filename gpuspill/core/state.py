@@ -137,8 +137,6 @@ class SpillState:
 
         Parameters
         ----------
-        key
-            Any hashable.
         nbytes
             Bytes to charge to it.
         spillable
@@ -235,8 +233,6 @@ class SpillState:
             The proxy, in memory, without parts.
         nbytes
             Bytes to charge to it from now on.
-        parts
-            As for :meth:`insert`.
         """
         entry = self.ledger.entries[pid]
         apart_nbytes = entry.nbytes

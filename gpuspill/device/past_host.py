@@ -113,8 +113,6 @@ class PastHost:
 
     Parameters
     ----------
-    driver
-        Opens files.
     trust
         Decides whether to try.
     piece
@@ -151,8 +149,6 @@ class PastHost:
         ----------
         allocation
             Whose producer was observed.
-        fd
-            The file.
         before_each
             Called before each piece; what it raises ends the copy and is passed on.
 

@@ -50,8 +50,6 @@ def shared_memory(value: Any, minimum: int = SMALL_NBYTES) -> SharedMemory | Non
 
     Parameters
     ----------
-    value
-        Anything.
     minimum
         Bytes; smaller memory is not told.
 

@@ -41,8 +41,6 @@ class Copier:
 
     Parameters
     ----------
-    device
-        The device.
     plan
         How. Default: as the device says.
 
@@ -295,8 +293,6 @@ def probe(device: Device, now: Callable[[], float] = time.perf_counter) -> CopyP
 
     Parameters
     ----------
-    device
-        The device.
     now
         Returns the time in seconds.
 

@@ -21,8 +21,6 @@ class Askers:
 
     Parameters
     ----------
-    manager
-        Of the worker's store.
     urgency
         ``urgency(keys, source)``: how urgent it is that the values of some keys come from another worker.
     soon

@@ -43,17 +43,11 @@ class Attachment:
 
     Parameters
     ----------
-    worker
-        The worker.
     store
         Its data.
-    settings
-        Options.
 
     Attributes
     ----------
-    store
-        As given.
     sizes
         What the worker's tasks return, by prefix of their keys.
     device_sizes
@@ -257,7 +251,7 @@ class Attachment:
         if not (lately or self.window.used):
             return 0
         pool = self.store.pool
-        idle = 0 if pool is None else pool.statistics().idle_nbytes
+        idle = 0 if pool is None else pool.idle_nbytes
         limit = self.thresholds.memory_limit
         return min(self.window.used + min(idle, lately), SENDING_NBYTES, limit // 20 if limit else SENDING_NBYTES)
 

@@ -23,13 +23,7 @@ class BlockingReads:
         self._warn_after = 0.0
 
     def warn(self, key: Hashable) -> None:
-        """Say how to read a value that is on disk instead, unless that was said not long ago.
-
-        Parameters
-        ----------
-        key
-            Of the value that is about to be read.
-        """
+        """Say how to read a value that is on disk instead, unless that was said not long ago."""
         now = monotonic()
         if now < self._warn_after:
             return

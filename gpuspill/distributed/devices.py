@@ -53,8 +53,6 @@ def find_past_host(settings: Settings, device: Device | None, directory: str) ->
 
     Parameters
     ----------
-    settings
-        Options.
     device
         The device that has a tier.
     directory

@@ -49,8 +49,6 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
 
     Parameters
     ----------
-    settings
-        Options.
     directory
         The worker's local directory; records go below it unless the settings say otherwise.
     name

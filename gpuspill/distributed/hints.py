@@ -47,8 +47,6 @@ class Hints:
         bit by bit.
     inputs
         ``inputs(key)``: priority and inputs of a task, or None if it has no inputs or is not known.
-    upcoming
-        See :data:`Upcoming`.
     depth
         How many of the next tasks to read ahead for; 0 for none.
     soon

@@ -125,8 +125,6 @@ def urgency(worker: Any, keys: Iterable[Hashable], source: str | None = None) ->
 
     Parameters
     ----------
-    worker, keys
-        As above.
     source
         The worker that they come from. distributed asks a worker for one message at a time, so what else it is going
         to be asked for waits for this one, too.

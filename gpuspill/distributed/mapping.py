@@ -69,8 +69,6 @@ class SpillStore(MutableMapping[Hashable, object]):
         Holds the values. :meth:`close` closes it.
     metrics
         What the manager reports its work to.
-    settings
-        With which it was made.
     pool
         The manager's read buffers.
     records
@@ -81,8 +79,6 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     Attributes
     ----------
-    manager, settings, pool, records, tier
-        As given.
     on_store
         ``on_store(key, value)`` is told of every value that is about to be stored decoded (or of what the tier
         :meth:`~gpuspill.tier.DeviceTier.prepare`-d of it), and returns what the worker

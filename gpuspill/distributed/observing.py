@@ -74,11 +74,6 @@ class Recorder:
     interval
         Seconds between two samples; twice as long each time that there are 4,096 of them, or fewer of many workers.
 
-    Attributes
-    ----------
-    samples
-        So far.
-
     Notes
     -----
     :meth:`start` and :meth:`stop` run on the client's event loop.

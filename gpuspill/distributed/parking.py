@@ -80,8 +80,6 @@ class Parked:
 
     Parameters
     ----------
-    value
-        The value.
     store
         Where to put it; None to keep it here.
 

@@ -116,8 +116,6 @@ class _Attempt:
         Whether classes and functions that others cannot import travel with the value, as cloudpickle has them.
     by_base
         Whether an object is written in dask's way for a base of its type: for types that cannot be pickled.
-    given
-        See :func:`pickled`.
     """
 
     def __init__(self, given: Mapping[int, Any], *, by_value: bool = False, by_base: bool = False) -> None:
@@ -213,8 +211,6 @@ def pickled(
 
     Parameters
     ----------
-    value
-        The value.
     refused
         Classes and functions that failed to make a value from a pickle.
     given

@@ -79,8 +79,6 @@ class Parcel:
 
     Parameters
     ----------
-    manager
-        Where the values are.
     window
         Bounds what is read from disk for sending.
     tier

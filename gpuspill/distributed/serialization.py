@@ -52,8 +52,6 @@ class DaskSerializer:
 
         Parameters
         ----------
-        value
-            Anything.
         given
             See :func:`~gpuspill.distributed.pickling.pickled`.
 

@@ -71,8 +71,6 @@ class TaskInputs:
 
     Parameters
     ----------
-    manager
-        Of the worker's store.
     admission
         With the inputs pinned.
     wait

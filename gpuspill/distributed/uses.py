@@ -34,15 +34,7 @@ class Uses(Protocol):
 
 
 class TieredUses:
-    """Tells the host's manager, and the device's of the units that values have.
-
-    Parameters
-    ----------
-    manager
-        The host's.
-    tier
-        The device's tier.
-    """
+    """Tells the host's manager, and the device's of the units that values have."""
 
     def __init__(self, manager: ProxifyManager, tier: DeviceTier) -> None:
         self._manager = manager

@@ -46,8 +46,6 @@ class Wire:
 
     Parameters
     ----------
-    encoded
-        The value.
     type_name
         Module and qualified name of its type, as far as the sender knows.
     """
@@ -256,15 +254,8 @@ class SendBuffer:
 class Slot:
     """Bytes of a window that are under way to a peer.
 
-    Parameters
-    ----------
-    window, nbytes, peer
-        As for :meth:`Window.take`.
-
     Attributes
     ----------
-    nbytes, peer
-        As given.
     timer
         Runs until the bytes no longer count against other peers; then None.
     """

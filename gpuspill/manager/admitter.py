@@ -35,11 +35,6 @@ _Ask: TypeAlias = Callable[[dict[Hashable, int], int], Admission]
 class Admitter:
     """Hands out admissions on behalf of a manager, and takes them back.
 
-    Parameters
-    ----------
-    metadata, engine, stalls
-        The manager's.
-
     Attributes
     ----------
     notice_stalls
@@ -99,15 +94,13 @@ class Admitter:
         inputs: Iterable[Hashable],
         output_nbytes: int = 0,
         *,
-        arriving: Mapping[Hashable, int] | None = None,
-        kind: Kind = Kind.TASK,
         order: Order = (),
     ) -> Generator[None, None, Admission]:
         """Do as :meth:`admit` does, a number of inputs at a time. If it is given up, nothing stays pinned.
 
         Room is asked for when all are pinned.
         """
-        return self._pin(inputs, "raise", self._asker(label, output_nbytes, arriving, kind, order))
+        return self._pin(inputs, "raise", self._asker(label, output_nbytes, None, Kind.TASK, order))
 
     def _asker(
         self,

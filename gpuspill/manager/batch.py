@@ -31,8 +31,6 @@ class Gatherer:
 
     Parameters
     ----------
-    metadata, engine, serializer, restorer, admitter
-        The manager's.
     together
         Restores several values at a time; None if that costs as much as one after the other.
 
@@ -226,8 +224,6 @@ class Gatherer:
 
         Parameters
         ----------
-        key
-            Whose.
         lend
             See :meth:`gpuspill.storage.base.Store.read`.
 

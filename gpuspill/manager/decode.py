@@ -23,13 +23,6 @@ the value has nothing on a device. Called in the thread that decoded it, without
 class Decoder:
     """Decodes on behalf of a manager.
 
-    Parameters
-    ----------
-    metadata, serializer
-        The manager's.
-    observer
-        Told about the time it takes.
-
     Attributes
     ----------
     disperse

@@ -28,8 +28,6 @@ class Sharing:
 
     Parameters
     ----------
-    metadata
-        What is known of all values.
     find
         Returns what memory a value keeps alive that may be kept alive by others, or None; by
         default nothing is looked for.
@@ -90,14 +88,10 @@ class Intake:
 
     Parameters
     ----------
-    metadata, sharing
-        The manager's.
     sizes
         Corrects sizes by what was learned of the type.
     sizeof
         Bytes a value takes in memory.
-    store, observer
-        The manager's.
 
     Notes
     -----
@@ -127,8 +121,6 @@ class Intake:
 
         Parameters
         ----------
-        key
-            Any hashable.
         value
             Any object. The same object under several keys is charged once.
         nbytes
@@ -191,8 +183,6 @@ class Intake:
 
         Parameters
         ----------
-        key
-            Any hashable.
         nbytes
             Bytes that the value will take in memory.
         receipt
@@ -208,8 +198,6 @@ class Intake:
 
         Parameters
         ----------
-        key
-            Any hashable.
         header, frames
             Of the record: what the serialiser makes the value from.
         nbytes

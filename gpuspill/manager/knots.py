@@ -28,13 +28,10 @@ class Knots(NamedTuple):
         References to the value from inside it. 0 if something that leads to it is held from outside.
     sure
         Whether everything in it was looked at. If not, there may be more.
-    looked_at
-        How many objects were looked at.
     """
 
     references: int
     sure: bool
-    looked_at: int
 
 
 def knots(value: object, many: int = _MANY) -> Knots:
@@ -56,11 +53,11 @@ def knots(value: object, many: int = _MANY) -> Knots:
         ident = held.pop()
         for target in referents[ident]:
             if target == root:
-                return Knots(0, sure, len(found))
+                return Knots(0, sure)
             if target in referents and target not in seen:
                 seen.add(target)
                 held.append(target)
-    return Knots(counts[root], sure, len(found))
+    return Knots(counts[root], sure)
 
 
 def _held(found: dict[int, Any], counts: dict[int, int]) -> list[int]:

@@ -14,11 +14,6 @@ __all__ = ["Evictor"]
 class Evictor:
     """Moves the limits of a manager, and evicts in the calling thread.
 
-    Parameters
-    ----------
-    metadata, engine, spiller
-        The manager's.
-
     Notes
     -----
     Thread-safe. :meth:`evict_all`, :meth:`make_room` and :meth:`evict` block.

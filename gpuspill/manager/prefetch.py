@@ -18,11 +18,6 @@ __all__ = ["Prefetcher"]
 class Prefetcher:
     """Is told on behalf of a manager who needs what and when, and acts on it.
 
-    Parameters
-    ----------
-    metadata, restorer, together
-        The manager's.
-
     Notes
     -----
     Thread-safe; nothing blocks.

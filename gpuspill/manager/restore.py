@@ -40,8 +40,6 @@ class Restorer:
 
     Parameters
     ----------
-    metadata, engine, store, serializer, decoder, sharing
-        The manager's.
     allocate
         Gives the buffer that a record is read into.
     observer
@@ -134,8 +132,6 @@ class Restorer:
 
         Parameters
         ----------
-        key
-            The key that was asked for.
         pid
             The proxy; None for the one that the key holds now.
         admission

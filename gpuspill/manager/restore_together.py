@@ -34,8 +34,6 @@ class TogetherRestorer:
 
     Parameters
     ----------
-    metadata, engine, store, restorer
-        The manager's.
     loads
         See `loads_together` of :class:`~gpuspill.manager.ProxifyManager`.
 
@@ -173,8 +171,6 @@ class TogetherRestorer:
 
         Parameters
         ----------
-        pids
-            The proxies.
         alone
             Whether what cannot be had together comes by itself, after the others.
 

@@ -69,14 +69,10 @@ class Spiller:
 
     Parameters
     ----------
-    metadata, store, serializer
-        The manager's.
     sizes
         Learns from serialised sizes; None if sizes are exact.
     stalls
         Knows which spills are in flight.
-    observer
-        Told about I/O.
     """
 
     def __init__(
@@ -141,8 +137,6 @@ class Spiller:
 
         Parameters
         ----------
-        state
-            The core.
         nbytes
             Bytes that have to leave whatever the limit; 0 for what the limit asks for.
         """

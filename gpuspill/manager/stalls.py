@@ -46,8 +46,6 @@ class Stalls:
 
     Parameters
     ----------
-    metadata
-        The manager's.
     timeout
         Seconds that a spill may take; 0 for no limit.
     spill_threads

@@ -325,13 +325,6 @@ class _Threads(ABC):
 class _Spillers(_Threads):
     """Threads that ask again and again whether there is something to do.
 
-    Parameters
-    ----------
-    name, count
-        As for the base class.
-    step
-        See :class:`Engine`.
-
     Attributes
     ----------
     spilling
@@ -403,13 +396,7 @@ class _Spillers(_Threads):
 
 
 class _Workers(_Threads):
-    """Threads that do what they are given, the most urgent first, and in order where that is the same.
-
-    Parameters
-    ----------
-    name, count, does_io
-        As for the base class.
-    """
+    """Threads that do what they are given, the most urgent first, and in order where that is the same."""
 
     def __init__(self, name: str, count: int, *, does_io: bool = False) -> None:
         super().__init__(name, count, does_io=does_io)

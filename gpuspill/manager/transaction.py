@@ -100,8 +100,6 @@ class Metadata:
     ----------
     limit, disk_limit, keep_clean
         See :class:`~gpuspill.core.state.SpillState`.
-    store
-        Where records are deleted.
     custody
         See :class:`~gpuspill.manager.slots.Slots`. With one, values are let go at once, in the thread that
         evicts them: what they stand for is the room that others wait for.
@@ -110,10 +108,6 @@ class Metadata:
 
     Attributes
     ----------
-    state
-        The core.
-    slots
-        The values.
     story
         What became of those that left memory.
     admissions

@@ -57,8 +57,6 @@ class Run:
 
     Attributes
     ----------
-    samples
-        As given.
     seconds
         From the first to the last.
     workers

@@ -23,8 +23,6 @@ def exported_name(metric: Metric, prefix: str) -> str:
 
     Parameters
     ----------
-    metric
-        The statistic.
     prefix
         ``dask_worker_gpuspill`` or ``dask_scheduler_gpuspill``.
     """

@@ -37,6 +37,11 @@ __all__ = [
 #: Which codecs "auto" considers, where they are registered. Names as in distributed.
 AUTO_CODECS = ("lz4", "snappy", "zstd", "zlib")
 
+#: A frame that does not shrink to less than this share of itself is stored as it is.
+MAX_RATIO = 0.9
+#: Share of the time that compression has to save to be worth a CPU that tasks could use.
+MIN_GAIN = 0.1
+
 #: Largest input lz4 takes (LZ4_MAX_INPUT_SIZE). Others take more, but none compresses such frames
 #: fast.
 _MAX_NBYTES = 0x7E000000
@@ -157,8 +162,8 @@ def best_choice(
     write_rate: float | None,
     read_rate: float | None,
     *,
-    max_ratio: float = 0.9,
-    min_gain: float = 0.1,
+    max_ratio: float = MAX_RATIO,
+    min_gain: float = MIN_GAIN,
 ) -> Choice:
     """Decide how to store a frame. A pure function.
 
@@ -219,23 +224,11 @@ class CodecChooser:
         Where `setting` comes from, for messages.
     min_nbytes
         Frames smaller than this are stored as they are.
-    sample_nbytes, n_samples
-        Size of each block of a sample, bytes, and how many there are.
-    max_ratio, min_gain
-        See :func:`best_choice`.
-    min_observed_nbytes
-        Reads and writes smaller than this say more about latency than about bandwidth and are not
-        taken into account.
     clock
         CPU seconds of the calling thread. Not wall time: a sample takes 0.1 ms, and getting the interpreter lock
         back after it can take 5 on a busy worker.
     busy
         Returns the share of the machine's processors that are busy, 0 to 1; by default they are all idle.
-
-    Attributes
-    ----------
-    clock : callable
-        The parameter.
 
     Raises
     ------
@@ -254,6 +247,10 @@ class CodecChooser:
     #: In "auto", samples take at most this share of the processor time of writing, and so many seconds besides.
     TRIAL_SHARE = 0.01
     TRIAL_SECONDS = 0.01
+    #: Size of each block of a sample, bytes, and how many there are.
+    SAMPLE_NBYTES, SAMPLES = 10_000, 5
+    #: Reads and writes smaller than this say more about latency than about bandwidth, and are not taken into account.
+    LEAST_NBYTES = 262_144
     #: Of so many kinds of frames it is remembered how they shrank.
     MOST_KINDS = 256
 
@@ -264,11 +261,6 @@ class CodecChooser:
         *,
         named: str = "setting",
         min_nbytes: int = 10_000,
-        sample_nbytes: int = 10_000,
-        n_samples: int = 5,
-        max_ratio: float = 0.9,
-        min_gain: float = 0.1,
-        min_observed_nbytes: int = 262_144,
         clock: Callable[[], float] = time.thread_time,
         busy: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -295,11 +287,6 @@ class CodecChooser:
             raise ConfigError(f"{named}: {found} {', '.join(map(repr, sorted(self._codecs)))}, 'auto' or None")
         self._candidates = [self._codecs[name] for name in names]
         self._min_nbytes = min_nbytes
-        self._sample_nbytes = sample_nbytes
-        self._n_samples = n_samples
-        self.max_ratio = max_ratio
-        self._min_gain = min_gain
-        self._min_observed_nbytes = min_observed_nbytes
         self.clock = clock
         self._busy = busy
         # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by that: the next is near.
@@ -331,12 +318,12 @@ class CodecChooser:
         if self.setting != "auto":
             # The user has decided that it pays; what is left to see is whether it shrinks.
             samples = self._sample(self._candidates, frame, kind)
-            return next((Choice(each.codec, each.ratio) for each in samples if each.ratio < self.max_ratio), PLAIN)
+            return next((Choice(each.codec, each.ratio) for each in samples if each.ratio < MAX_RATIO), PLAIN)
         codecs, write, read = self._worth_trying()
         if not codecs:
             return PLAIN
         samples = self._sample(codecs, frame, kind) if self._credit > 0 else self._recall(codecs, kind)
-        return best_choice(samples, write, read, max_ratio=self.max_ratio, min_gain=self._min_gain)
+        return best_choice(samples, write, read)
 
     def observe_write(self, nbytes: int, seconds: float, cpu: float = 0.0, spent: float = 0.0) -> None:
         """Learn from a write of the store.
@@ -359,7 +346,7 @@ class CodecChooser:
         self._observe(self._read, nbytes, seconds, cpu)
 
     def _observe(self, throughput: Throughput, nbytes: int, seconds: float, cpu: float) -> None:
-        if nbytes >= self._min_observed_nbytes:
+        if nbytes >= self.LEAST_NBYTES:
             paid = price(seconds, cpu, self._busy())  # which may read a file
             with self._lock:
                 throughput.observe(nbytes, paid)
@@ -401,7 +388,7 @@ class CodecChooser:
                 return [], None, None
             if self._frames % self.RETRY_EVERY == 0:
                 return self._candidates, write, read
-            limit = (1 - self._min_gain) * plain_cost(write, read)
+            limit = (1 - MIN_GAIN) * plain_cost(write, read)
             codecs = []
             for codec in self._candidates:
                 compress = self._compress[codec.name].rate
@@ -412,7 +399,7 @@ class CodecChooser:
 
     def _sample(self, codecs: list[Codec], frame: memoryview, kind: Hashable) -> list[CodecSample]:
         start = self.clock()
-        data = take_sample(frame, self._sample_nbytes, self._n_samples)
+        data = take_sample(frame, self.SAMPLE_NBYTES, self.SAMPLES)
         samples = [sample for codec in codecs if (sample := self._try(codec, data)) is not None]
         for sample in samples:
             self.observe_ratio(kind, sample.codec.name, sample.ratio)

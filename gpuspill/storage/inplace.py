@@ -75,8 +75,6 @@ def open_in_place(directory_fd: int, name: str, stored: int, nbytes: int) -> tup
     ----------
     directory_fd
         The open directory it is in.
-    name
-        Its name.
     stored, nbytes
         Bytes of the payload and of the whole.
 

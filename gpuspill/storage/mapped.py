@@ -34,8 +34,6 @@ def map_file(directory_fd: int, name: str, nbytes: int) -> memoryview | None:
     ----------
     directory_fd
         The open directory it is in.
-    name
-        Its name.
     nbytes
         Its size.
 

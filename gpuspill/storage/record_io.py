@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from gpuspill.errors import RecordCorrupt, RecordLost, StorageError
 from gpuspill.storage.base import Allocate, FrameStream, Receipt
-from gpuspill.storage.codecs import PLAIN, Codec, CodecChooser
+from gpuspill.storage.codecs import MAX_RATIO, PLAIN, Codec, CodecChooser
 from gpuspill.storage.counters import StorageCounters
 from gpuspill.storage.inplace import open_in_place
 from gpuspill.storage.mapped import MAP_FROM_NBYTES, map_file
@@ -101,8 +101,6 @@ class RecordWriter:
 
         Parameters
         ----------
-        number
-            Of the record.
         file
             Where to write. The caller discards it if this raises.
 
@@ -227,7 +225,7 @@ class RecordWriter:
             return None  # it was changed meanwhile, and what came out may stand for nothing at all
         # The sample may have been misleading.
         self._codecs.observe_ratio(kind, codec.name, data.nbytes / frame.nbytes)
-        return data if data.nbytes < self._codecs.max_ratio * frame.nbytes else None
+        return data if data.nbytes < MAX_RATIO * frame.nbytes else None
 
 
 class RecordReader:
@@ -235,8 +233,6 @@ class RecordReader:
 
     Parameters
     ----------
-    receipt
-        Of the record.
     where
         Its path, for messages.
     allocate

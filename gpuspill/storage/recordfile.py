@@ -167,8 +167,6 @@ def open_record(directory_fd: int, name: str) -> Iterator[int]:
     ----------
     directory_fd
         The open directory it is in.
-    name
-        Its name.
     """
     # Not blocking: a pipe may have been put in its place.
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)

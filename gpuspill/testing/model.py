@@ -249,7 +249,6 @@ class Model:
                 evicted.append(pid)
                 if pid != written:
                     self.counts["clean_drops"] += 1
-                    self.counts["clean_dropped_nbytes"] += value.nbytes
         for pid in effects.deleted:
             value = values[pid]
             assert value.disk, f"deleted a record that does not exist: {pid} {value}"

@@ -23,8 +23,6 @@ class Builder:
 
     Parameters
     ----------
-    registry
-        Builds arrays.
     families
         Put composites together; None if there are none.
     book
@@ -45,8 +43,6 @@ class Builder:
 
         Parameters
         ----------
-        value
-            Anything.
         memories
             Where its units are on the device: unit → memory.
 

@@ -21,12 +21,8 @@ class UnitIntake:
 
     Parameters
     ----------
-    device
-        The device.
     book
         Knows the units there are.
-    manager
-        Manager of the device's memory.
 
     Notes
     -----

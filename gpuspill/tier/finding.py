@@ -29,10 +29,6 @@ class Finder:
 
     Parameters
     ----------
-    device
-        The device.
-    registry
-        Knows arrays.
     families
         Know composite types; None if there are none.
 

@@ -50,8 +50,6 @@ class HostRecords(Store):
 
     Parameters
     ----------
-    host
-        The manager.
     in_place
         Whether who reads can fetch from a file by itself what came there past host memory.
     make_room

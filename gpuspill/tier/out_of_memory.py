@@ -24,8 +24,6 @@ class OutOfMemoryGuard:
     ----------
     device
         The device. The hook is installed at once.
-    manager
-        The device's manager.
     settle
         Lets go of what is not referenced any more.
     largest
@@ -37,8 +35,6 @@ class OutOfMemoryGuard:
     ----------
     calls, helped
         Times an allocation asked, and times something was freed for it.
-    reinstalled
-        Times the hook was found to be missing, and put back.
     """
 
     def __init__(
@@ -59,14 +55,12 @@ class OutOfMemoryGuard:
         self._logged = False
         self.calls = 0
         self.helped = 0
-        self.reinstalled = 0
         self._installation = device.on_out_of_memory(self._out_of_memory)
 
     def verify(self) -> None:
         """Install the hook again if a library dropped it. Cheap."""
         if not self._installation.installed:
             self._installation.reinstall()
-            self.reinstalled += self._installation.installed  # or cuDF goes first
 
     def close(self) -> None:
         """Take the hook out."""

@@ -72,8 +72,6 @@ class PinnedPool:
 
     Parameters
     ----------
-    device
-        Pins memory.
     limit
         Returns the most bytes to pin; 0 for none. Asked once, when memory is wanted for the first time.
     grow

@@ -25,8 +25,6 @@ class Readahead:
 
     Parameters
     ----------
-    manager
-        Manager of the device's memory.
     verify
         Called before a unit is copied to the device; any thread, must not block.
 

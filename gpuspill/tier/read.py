@@ -22,10 +22,6 @@ class Reader:
 
     Parameters
     ----------
-    manager
-        Manager of the device's memory.
-    builder
-        Builds values.
     settle
         Lets go of what nobody refers to any more.
     verify

@@ -44,13 +44,6 @@ class _BookedUnit:
 class Book:
     """Knows the units of one device. The custody of its manager (:class:`gpuspill.manager.slots.Custody`).
 
-    Parameters
-    ----------
-    device
-        The device.
-    registry
-        Builds arrays.
-
     Attributes
     ----------
     dead
@@ -157,8 +150,6 @@ class Book:
 
         Parameters
         ----------
-        memory
-            Of the unit.
         unless_known
             Whether it is new. Somebody may have entered the same allocation meanwhile: then that unit stays. The
             unit in force gets a reference.

@@ -29,8 +29,6 @@ class DeviceSerializer:
 
     Parameters
     ----------
-    device
-        The device.
     book
         Told where units are.
     allocate

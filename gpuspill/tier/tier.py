@@ -46,15 +46,11 @@ class DeviceTier:
 
     Parameters
     ----------
-    device
-        The device.
     host
         Manager of the host's memory: what leaves the device goes there, and what values have on the device that are
         decoded there comes from it.
     limit
         Bytes to keep on the device; None for no limit. The device running full makes room in any case.
-    registry
-        Knows arrays.
     families
         Know composite types; None if there are none.
     allocate
@@ -73,8 +69,6 @@ class DeviceTier:
 
     Attributes
     ----------
-    device
-        As given.
     manager
         Manager of the device's memory, by unit.
     ahead
@@ -316,8 +310,6 @@ class DeviceTier:
         ----------
         value
             The skeleton of the key.
-        order, user
-            As above.
         """
         if type(value) is not Skeleton:
             return

@@ -215,8 +215,6 @@ class Prepared:
 
     Parameters
     ----------
-    value
-        The value.
     found
         Its skeleton; the value itself if it has nothing on the device.
     new_nbytes

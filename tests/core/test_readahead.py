@@ -28,7 +28,7 @@ def test_one_value_at_a_time_however_large_until_that_was_for_nothing():
         assert not ahead.allows(1, ROOM)
         ahead.evicted(pid)
     assert not ahead.allows(1000, ROOM)
-    assert ahead.wasted == 3
+    assert ahead.share == MOST / 8
     for _ in range(8):
         ahead.missed()  # it would have been of use
     assert ahead.allows(1000, ROOM)
@@ -52,7 +52,7 @@ def test_the_share_falls_fast_and_rises_slowly_within_bounds():
 def test_what_was_not_read_ahead_does_not_matter(forget):
     ahead = ReadAhead()
     getattr(ahead, forget)(7)
-    assert (ahead.share, ahead.wasted, ahead.nbytes) == (MOST, 0, 0)
+    assert (ahead.share, ahead.nbytes) == (MOST, 0)
 
 
 def spilled(*keys):
@@ -94,7 +94,7 @@ def test_what_ends_it(end):
     elif end == "deleted":
         state.remove("a")
     assert state.read_ahead.nbytes == 0
-    assert state.read_ahead.wasted == 0
+    assert state.read_ahead.share == MOST
     state.validate()
 
 
@@ -104,6 +104,5 @@ def test_evicted_unused_is_waste():
     state.restores.complete(pids["a"])
     state.set_limits(0, None)
     assert state.spills.next() is None  # dropped: it has a record
-    assert state.read_ahead.wasted == 1
     assert state.read_ahead.share == MOST / 2
     state.validate()

@@ -62,8 +62,6 @@ class CudaDriver:
 
     Attributes
     ----------
-    ordinal
-        As given.
     count
         How many devices the process sees.
 

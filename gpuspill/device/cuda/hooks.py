@@ -31,8 +31,6 @@ class GpuHooks(HookChain):
 
     Parameters
     ----------
-    driver
-        The GPU's.
     settle
         Frees what was left for other threads to free.
     """

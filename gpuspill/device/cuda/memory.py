@@ -72,8 +72,6 @@ class RmmMemory:
     ----------
     gpu
         Whose memory it is.
-    rmm
-        The package.
     """
 
     def __init__(self, gpu: Gpu, rmm: Any) -> None:

@@ -259,8 +259,6 @@ class GpuPinned(PinnedBuffer):
 
     Parameters
     ----------
-    memory
-        The memory.
     in_flight
         Tells which copies are.
     """

@@ -26,8 +26,6 @@ class Description(NamedTuple):
 
     Attributes
     ----------
-    allocation
-        The memory. Keeps it alive.
     offset
         Bytes to the first element.
     shape

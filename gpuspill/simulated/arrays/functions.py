@@ -100,10 +100,6 @@ def call_function(
 
     Parameters
     ----------
-    cls
-        Type of the arrays to return.
-    function, types, args, kwargs
-        As NumPy gives them.
     default
         Returns the device for results if no argument is on one (``like=`` was given).
     """

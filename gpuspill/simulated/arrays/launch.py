@@ -42,8 +42,6 @@ class Call:
 
     Parameters
     ----------
-    cls
-        Type of the arrays to return.
     device
         Where to put results if no argument is on a device.
     """
@@ -168,8 +166,6 @@ def launch(
 
     Parameters
     ----------
-    cls
-        Type of the arrays to return.
     function
         What computes, on NumPy's arrays.
     args, kwargs

@@ -34,8 +34,6 @@ def to_device(
 
     Parameters
     ----------
-    cls
-        Type of the array to return.
     value
         Anything that NumPy makes an array of, an array of a simulated device, or lists of those.
     device
