@@ -29,6 +29,7 @@ from gpuspill.manager import ProxifyManager
 from gpuspill.manager.ports import PickleSerializer
 from gpuspill.simulated.device.costs import MODELS
 from gpuspill.simulated.device.modelled import ModelledDevice
+from gpuspill.simulated.device.thread_clock import ThreadClock
 from gpuspill.storage.files import FileStore
 from gpuspill.tier import DeviceTier
 
@@ -172,9 +173,16 @@ class LinkJob(Benchmark):
 
 
 class _Garbage:
-    """Says how long the collector ran: it looks at whatever else the process has, so that is told apart."""
+    """Says how long the collector ran: it looks at whatever else the process has, so that is told apart.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    clock
+        Of the processor time that counts. In the simulation it does not, nor does garbage that is collected there.
+    """
+
+    def __init__(self, clock: ThreadClock) -> None:
+        self._clock = clock
         self.seconds = 0.0
         self._start = 0.0
 
@@ -182,7 +190,7 @@ class _Garbage:
         """Be called by the collector."""
         if phase == "start":
             self._start = time.process_time()
-        else:
+        elif self._clock.counting:
             self.seconds += time.process_time() - self._start
 
 
@@ -193,7 +201,7 @@ class _Rig:
         self._device = device
         self._tier = tier
         self._shape = shape
-        self.garbage = _Garbage()
+        self.garbage = _Garbage(device.clock)
 
     def make(self) -> list[Any]:
         """Return skeletons of new values."""

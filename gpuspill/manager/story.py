@@ -101,7 +101,7 @@ class Story:
     def note(self, slot: Slot, what: Happened, nbytes: int, cause: BaseException | str | None = None) -> None:
         """Note an event of the value of a slot."""
         key = slot.key if isinstance(slot.key, _OF_USERS) else None
-        if isinstance(cause, BaseException):
+        if cause is not None and isinstance(cause, BaseException):
             cause = _shown(cause)
         self._events.append(_Kept(self._clock(), slot.pid, key, what, nbytes, cause or ""))
 

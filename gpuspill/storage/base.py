@@ -138,7 +138,9 @@ Frame: TypeAlias = Buffer | FrameStream
 
 def frame_nbytes(frame: Frame) -> int:
     """Return the size of a frame in bytes."""
-    return frame.nbytes if isinstance(frame, FrameStream) else memoryview(frame).nbytes
+    if type(frame) is memoryview or isinstance(frame, FrameStream):
+        return frame.nbytes
+    return memoryview(frame).nbytes
 
 
 def in_memory(frame: Frame) -> Buffer:

@@ -41,7 +41,8 @@ _TOGETHER = 64 * 2**20
 class _Record(Internal):
     """Key of a record in the host's manager."""
 
-    __slots__ = ()
+    __slots__ = ("receipt",)
+    receipt: Receipt
     called = "bytes that left the device: record"
 
 
@@ -69,7 +70,7 @@ class HostRecords(Store):
         self._in_place = in_place
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._keys: dict[int, tuple[_Record, Receipt]] = {}
+        self._keys: dict[int, _Record] = {}
         self._counts = dict.fromkeys(("writes", "reads", "deletes", "bytes_written", "bytes_read"), 0)
         self._closed = False
         self.direct = 0
@@ -97,7 +98,8 @@ class HostRecords(Store):
         with self._lock:
             closed = self._closed
             if not closed:
-                self._keys[key.number] = key, receipt
+                key.receipt = receipt
+                self._keys[key.number] = key
                 self._counts["writes"] += 1
                 self._counts["bytes_written"] += nbytes
                 self.direct += direct
@@ -135,7 +137,9 @@ class HostRecords(Store):
         with self._lock:
             closed = self._closed
             if not closed:
-                self._keys.update((key.number, (key, receipt)) for key, receipt in zip(keys, receipts, strict=True))
+                for key, receipt in zip(keys, receipts, strict=True):
+                    key.receipt = receipt
+                    self._keys[key.number] = key
                 self._counts["writes"] += len(receipts)
                 self._counts["bytes_written"] += sum(sizes)
         if closed:
@@ -146,7 +150,7 @@ class HostRecords(Store):
     def read_together(self, receipts: Sequence[Receipt]) -> list[tuple[bytes, list[memoryview]] | None]:
         """Return the records that are in the host's memory, as they are there."""
         with self._lock:
-            keys = [self._keys.get(receipt.number, (None, None))[0] for receipt in receipts]
+            keys = [self._keys.get(receipt.number) for receipt in receipts]
         found: list[tuple[bytes, list[memoryview]] | None] = [
             (each.header, [memoryview(frame) for frame in each.frames]) if type(each) is Encoded else None
             for each in self._host.look_together(keys)
@@ -160,7 +164,7 @@ class HostRecords(Store):
     def delete_together(self, receipts: Sequence[Receipt]) -> None:
         """See :meth:`Store.delete_together`."""
         with self._lock:
-            gone = [self._keys.pop(receipt.number, (None, None))[0] for receipt in receipts]
+            gone = [self._keys.pop(receipt.number, None) for receipt in receipts]
             keys = [key for key in gone if key is not None]
             self._counts["deletes"] += len(keys)
         self._host.discard_together(keys)
@@ -184,7 +188,7 @@ class HostRecords(Store):
     ) -> tuple[bytes, list[memoryview]]:
         """Return a record, from the host's memory or from disk. It stays where it is; nothing has to leave for it."""
         with self._lock:
-            key, _ = self._keys.get(receipt.number, (None, None))
+            key = self._keys.get(receipt.number)
         if key is None:
             raise RecordLost(f"record {receipt.number} is gone")
         try:
@@ -204,13 +208,13 @@ class HostRecords(Store):
         """See :meth:`Store.close`."""
         with self._lock:
             self._closed = True
-            receipts = [receipt for _, receipt in self._keys.values()]
+            receipts = [key.receipt for key in self._keys.values()]
         self.delete_together(receipts)
 
     def statistics(self) -> StoreStatistics:
         """See :meth:`Store.statistics`."""
         with self._lock:
-            receipts = [receipt for _, receipt in self._keys.values()]
+            receipts = [key.receipt for key in self._keys.values()]
             return StoreStatistics(
                 records=len(receipts),
                 nbytes=sum(receipt.nbytes for receipt in receipts),

@@ -61,8 +61,9 @@ class PinnedStatistics:
 class _Lease(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):
     """A weak reference to a leaf that knows the memory under it."""
 
-    __slots__ = ("block", "view")
+    __slots__ = ("block", "leaf", "view")
 
+    leaf: int
     block: Block
     view: memoryview
 
@@ -91,7 +92,8 @@ class PinnedPool:
         self._slab_nbytes = _SMALLEST
         self._slabs = Slabs(_SMALLEST, _SMALLEST)
         self._buffers: dict[int, PinnedBuffer] = {}
-        # A weak reference only calls back while it is alive itself.
+        # By the identity of the leaf. A weak reference only calls back while it is alive itself, and before that
+        # identity can be another object's.
         self._lent: dict[int, _Lease] = {}
         self._returned: deque[_Lease] = deque()
         self._on_death = partial(_give_back, self._lent, self._returned)
@@ -154,10 +156,9 @@ class PinnedPool:
             for block, view in blocks_and_views:
                 size = block[2]
                 leaf = (ctypes.c_ubyte * size).from_buffer(view)
-                leaf._pool = self  # type: ignore[attr-defined]
                 lease = _Lease(leaf, self._on_death)
-                lease.block, lease.view = block, view
-                self._lent[id(lease)] = lease
+                lease.leaf, lease.block, lease.view = id(leaf), block, view
+                self._lent[lease.leaf] = lease
                 part = memoryview(leaf).cast("B")
                 parts.append(part[:nbytes] if nbytes < size else part)
                 nbytes -= size
@@ -165,7 +166,8 @@ class PinnedPool:
 
     def owns(self, memory: object) -> bool:
         """Whether what a view is of (``view.obj``) is memory of a slab."""
-        return getattr(memory, "_pool", None) is self
+        lease = self._lent.get(id(memory))
+        return lease is not None and lease() is memory
 
     def _settle(self) -> None:
         """Under the lock: take back what nobody looks at any more."""
@@ -294,6 +296,6 @@ def _give_back(
     lent: dict[int, _Lease], returned: deque[_Lease], ref: weakref.ref[ctypes.Array[ctypes.c_ubyte]]
 ) -> None:
     """A leaf has died. Runs in any thread, at any point: no lock, and no reference to the pool."""
-    lease = lent.pop(id(ref), None)
-    if lease is not None:
-        returned.append(lease)
+    assert type(ref) is _Lease
+    if lent.pop(ref.leaf, None) is not None:
+        returned.append(ref)

@@ -81,9 +81,9 @@ class DeviceSerializer:
         StorageError
             The device reports an error. The unit stays where it is, and may be tried again.
         """
-        if isinstance(value, DeviceObject):
+        if type(value) is not DeviceMemory:
+            assert isinstance(value, DeviceObject)
             return self._dump_object(value) if value.composite is None else self._take_apart(value)
-        assert isinstance(value, DeviceMemory)
         return Serialized(str(value.unit.number).encode(), [_UnitStream(self, value.allocation, value.unit)])
 
     def read(self, source: _UnitStream) -> memoryview:

@@ -87,7 +87,11 @@ class Unit(Internal):
     @property
     def in_use(self) -> bool:
         """Whether somebody refers to an array on it. Takes no lock."""
-        return bool(self.arrays) and any(ref() is not None for ref in list(self.arrays.values()))
+        if self.arrays:
+            for ref in list(self.arrays.values()):
+                if ref() is not None:
+                    return True
+        return False
 
 
 class AllocationRef(weakref.ref[Any]):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpuspill.bench.job import benchmark
-from gpuspill.bench.link import ARMS, ROWS, LinkJob
+from gpuspill.bench.link import ARMS, ROWS, LinkJob, _Garbage
 from gpuspill.errors import ConfigError
+from gpuspill.simulated.device.thread_clock import ThreadClock
 
 
 def test_what_it_reports() -> None:
@@ -18,6 +19,20 @@ def test_what_it_reports() -> None:
         # Never faster than the link.
         assert 0 < sample.figure(f"{way}_share") < 1
         assert sample.figure(way) == pytest.approx(sample.figure(f"{way}_share") * 55e9)
+
+
+def test_garbage_that_is_collected_in_the_simulation_is_no_time_of_the_tiers() -> None:
+    clock = ThreadClock()
+    garbage = _Garbage(clock)
+    with clock.call():
+        garbage("start", {})
+        sum(range(100_000))
+        garbage("stop", {})
+    assert garbage.seconds == 0
+    garbage("start", {})
+    sum(range(100_000))
+    garbage("stop", {})
+    assert garbage.seconds > 0
 
 
 @pytest.mark.parametrize(("options", "message"), [({"link": 0}, "link"), ({"link": 1e9, "model": "abacus"}, "model")])

@@ -108,6 +108,11 @@ class ThreadClock(Clock):
         """Count what a block takes as a call of the driver, whatever it takes; may be nested, and counts once."""
         return self._here()
 
+    @property
+    def counting(self) -> bool:
+        """Whether the processor time of the calling thread counts now: it is in no :meth:`call`."""
+        return not self._here().inside
+
     def python(self) -> float:
         """Return the processor time of the process that counts, in seconds, of all threads together."""
         with self._lock:
