@@ -197,7 +197,7 @@ class Attachment:
             on_device = 0
             tier = self.store.tier
             if tier is not None:
-                on_device = tier.new_nbytes(value)
+                on_device = self.store.new_nbytes(key, value)
                 self.device_sizes.learn(prefix, on_device)
                 # What ended last is what most likely runs next.
                 tier.ahead.headroom = self._threads * self.device_sizes.expected(prefix)

@@ -80,8 +80,7 @@ class SpillStore(MutableMapping[Hashable, object]):
     Attributes
     ----------
     on_store
-        ``on_store(key, value)`` is told of every value that is about to be stored decoded (or of what the tier
-        :meth:`~gpuspill.tier.DeviceTier.prepare`-d of it), and returns what the worker
+        ``on_store(key, value)`` is told of every value that is about to be stored decoded, and returns what the worker
         believes to be its size, in bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on
         the event loop; the worker knows because the task's thread measured it.
     passes_on
@@ -154,10 +153,6 @@ class SpillStore(MutableMapping[Hashable, object]):
             if self.tier is not None:
                 self.tier.settle()
             return
-        given = value  # what the tier takes
-        if self._prepared:
-            given = self.prepared(key, value)
-            self.end_preparing(key)
         if type(value) is Wire:
             self.manager.store_encoded(key, value.encoded)
             return
@@ -166,7 +161,9 @@ class SpillStore(MutableMapping[Hashable, object]):
             # A receiver has to get something else in its place, which would go unnoticed in a record.
             self.manager.store(key, value, 0, spillable=False)
             return
-        nbytes = None if self.on_store is None else self.on_store(key, given)
+        nbytes = None if self.on_store is None else self.on_store(key, value)
+        prepared = self._prepared_of(key, value)
+        self.end_preparing(key)
         claimed = self.claims.take(value)
         self._estimated.note(key, claimed)
         if claimed is not None:
@@ -180,7 +177,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         touched = self.passes_on is None or not self.passes_on(key)
         if self.tier is not None:
             # The worker's size is that of the whole value; what is on the device is counted there.
-            skeleton = self.tier.proxify(given, key, touched=touched)
+            skeleton = self.tier.proxify(value, key, touched=touched) if prepared is None else prepared.found
             if skeleton is not value:
                 self._estimated.note(key, None)
                 self.manager.store(key, skeleton, self.tier.host_nbytes(skeleton, nbytes), spillable=False)
@@ -201,10 +198,17 @@ class SpillStore(MutableMapping[Hashable, object]):
         if type(found) is Prepared:
             self._prepared[key] = found
 
-    def prepared(self, key: Hashable, value: object) -> object:
-        """Return what :meth:`prepare` has made of this very value; else the value."""
+    def _prepared_of(self, key: Hashable, value: object) -> Prepared | None:
+        """Return what :meth:`prepare` has made of this very value."""
         found = self._prepared.get(key)
-        return value if found is None or found.value is not value else found
+        return found if found is not None and found.value is value else None
+
+    def new_nbytes(self, key: Hashable, value: object) -> int:
+        """Bytes of memory on a device that come with a value which is going to be stored under `key`."""
+        if self.tier is None:
+            return 0
+        prepared = self._prepared_of(key, value)
+        return self.tier.new_nbytes(value) if prepared is None else prepared.new_nbytes
 
     def end_preparing(self, key: Hashable) -> None:
         """Forget what :meth:`prepare` has made, if it has."""

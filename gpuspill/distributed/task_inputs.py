@@ -253,18 +253,16 @@ class TaskInputs:
         if self._tier is not None and self._device_admission is not None:
             yield self._tier.manager, self._device_admission
 
-    async def ask_again(self, key: Hashable, value: object, nbytes: int) -> None:
+    async def ask_again(self, key: Hashable, nbytes: int) -> None:
         """The task has seceded and ended: wait for room for its output, without holding the event loop.
 
         Parameters
         ----------
-        key, value
-            Of the output. What it has on a device is there already.
+        key
+            Of the output.
         nbytes
-            Its size in bytes.
+            Bytes that it takes in host memory. What it has on a device is there already.
         """
-        if self._tier is not None:
-            nbytes = max(0, nbytes - self._tier.new_nbytes(value))
         order = self.admission.reservation.order
         self._output = self._manager.admission.reserve(nbytes, Kind.TASK, order=order, outputs={key: nbytes})
         if self._wait:

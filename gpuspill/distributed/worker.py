@@ -293,8 +293,8 @@ async def _execute_admitted(
         else:
             event = await _execute_prepared(worker, execute, ts, job, stimulus_id)
         if job.seceded and isinstance(event, wsm.ExecuteSuccessEvent):
-            value = worker._gpuspill.store.prepared(ts.key, event.value)
-            await job.ask_again(ts.key, value, as_nbytes(event.nbytes))
+            on_device = worker._gpuspill.store.new_nbytes(ts.key, event.value)
+            await job.ask_again(ts.key, max(0, as_nbytes(event.nbytes) - on_device))
         stored = isinstance(event, wsm.ExecuteSuccessEvent)
         return event
     finally:

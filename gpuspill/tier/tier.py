@@ -166,8 +166,8 @@ class DeviceTier:
         Returns
         -------
         object
-            What :meth:`proxify` and :meth:`new_nbytes` take in the place of the value, and then have nothing left to
-            look for; the value itself if it has nothing on the device.
+            A :class:`Prepared`, with what :meth:`proxify` and :meth:`new_nbytes` return; the value itself if it has
+            nothing on the device.
         """
         if self.manager.inherited or not self._finder.may_concern(value):
             return value
@@ -183,7 +183,7 @@ class DeviceTier:
         Parameters
         ----------
         value
-            Anything, :meth:`prepare`-d or not. What cannot be taken apart is returned as it is.
+            Anything. What cannot be taken apart is returned as it is.
         label
             Under which room was promised to it, by :meth:`admit`.
         touched
@@ -196,8 +196,6 @@ class DeviceTier:
         self._guard.verify()
         if label is not None:
             self.manager.admission.settle(label)
-        if type(value) is Prepared:
-            return value.found
         found = self._disassembler.disassemble(value)
         if found is not value:
             try:
@@ -340,7 +338,7 @@ class DeviceTier:
 
     def new_nbytes(self, value: Any) -> int:
         """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
-        return value.new_nbytes if type(value) is Prepared else self._disassembler.new_nbytes(value)
+        return self._disassembler.new_nbytes(value)
 
     def overlaps(self, value: Any) -> dict[int, Any]:
         """Return how to pickle the arrays of a plain value that share bytes; see :mod:`gpuspill.tier.overlaps`."""
