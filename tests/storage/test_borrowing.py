@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import sys
 import zlib
 from pathlib import Path
@@ -14,6 +15,7 @@ from gpuspill.storage import mapped
 from gpuspill.storage.base import Lend
 from gpuspill.storage.codecs import Codec, CodecChooser
 from gpuspill.storage.files import FileStore
+from tests.processes import in_child
 
 LARGE = 3 * 2**20
 
@@ -61,6 +63,25 @@ def test_a_large_record_is_not_copied(store):
         borrowed[0][0] = 1
     statistics = store.statistics()
     assert (statistics.reads, statistics.bytes_read, statistics.payload_read) == (1, receipt.nbytes, LARGE + 100)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.fault("record cut off", on="send", outcome="noticed")
+@pytest.mark.parametrize("left", [0, 1, LARGE // 2, LARGE])
+def test_a_file_that_is_cut_off_before_it_is_lent_or_while_it_is_sent(store, left):
+    """The system says so to the process that sends; it is this process that must not look."""
+    receipt = store.write(b"h", [noise(LARGE), noise(LARGE)])
+    _, (_, last) = store.read(receipt, lend=Lend.MEMORY)
+    os.truncate(store.path_of(receipt), left)
+
+    def send():
+        ours, theirs = socket.socketpair()
+        with ours, theirs, pytest.raises(OSError, match="Bad address"):
+            ours.sendall(last)
+
+    in_child(send)
+    with pytest.raises(RecordLost, match=f"has {left:,} bytes"):
+        store.read(receipt, lend=Lend.MEMORY)
 
 
 def test_it_is_let_go_with_the_last_view(store):
