@@ -23,7 +23,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -71,6 +71,9 @@ _PIECE = 10_000
 #: So many keys are handled in one block at most: a fraction of a millisecond.
 BATCH = 256
 
+#: Seconds after which a thread that waits for other threads looks even so.
+_LOOK_AGAIN = 0.1
+
 
 class Bell:
     """Wakes the one thread that waits. Ringing waits for no lock, so finalisers may; rings before a wait count."""
@@ -89,8 +92,9 @@ class Bell:
             self._rings.get()
 
     def wait(self) -> None:
-        """Block until the bell rings."""
-        self._rings.get()
+        """Block until the bell rings, or some time has passed: what is only a matter of time rings no bell."""
+        with suppress(queue.Empty):
+            self._rings.get(timeout=_LOOK_AGAIN)
 
 
 class Metadata:
