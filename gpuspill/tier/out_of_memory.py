@@ -51,7 +51,7 @@ class OutOfMemoryGuard:
         self._settle = settle
         self._largest = largest
         self._busy: set[int] = set()
-        self._began = threading.local()
+        self._last = threading.local()
         self._logged = False
         self.calls = 0
         self.helped = 0
@@ -91,13 +91,15 @@ class OutOfMemoryGuard:
     def _make_room(self, nbytes: int, retries: int) -> int:
         """Evict so many bytes in the order of their use; if that was not enough, so many that lie side by side."""
         limits = self._manager.limits
-        if not retries:
-            self._began.departures = self._book.departures
+        asked, departures = getattr(self._last, "attempt", (None, 0))
+        # The hook of another tier on the device may have been the first that was asked.
+        if not retries or asked != nbytes:
+            self._last.attempt = nbytes, self._book.departures
             return limits.make_room(nbytes)
         places = self._book.places()
         may_leave = limits.may_leave(places.values())
         # What this allocation has made leave in vain is free, unless it was given out again.
-        free = dict.fromkeys(set(self._book.vacated(self._began.departures)) - places.keys())
+        free = dict.fromkeys(set(self._book.vacated(departures)) - places.keys())
         occupied = {at: unit for at, unit in places.items() if unit in may_leave}
         pieces: list[Piece[Hashable]] = [Piece(at.address, at.nbytes, unit) for at, unit in (free | occupied).items()]
         return limits.evict(cheapest_run(pieces, nbytes)) or limits.make_room(nbytes)

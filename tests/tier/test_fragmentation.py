@@ -74,3 +74,14 @@ def test_what_is_in_use_is_gone_around(device, tier):
     with pytest.raises(OutOfMemory):
         simulated.empty(8 * KB, np.uint8)
     assert [int(simulated.asnumpy(hand)[0]) for hand in hands] == list(range(0, COUNT, 8))
+
+
+def test_one_that_is_not_the_first_to_be_asked_begins_by_use(device, request):
+    """As where two workers in one process share a device: the hook of the other one is asked before."""
+    installation = device.on_out_of_memory(lambda nbytes, retries: retries == 0)
+    tier = request.getfixturevalue("tier")
+    values = fill(tier, 0)
+    simulated.empty(16 * KB, np.uint8)
+    assert tier.statistics().spilled_nbytes <= 32 * KB
+    assert len(values) == COUNT
+    installation.uninstall()
