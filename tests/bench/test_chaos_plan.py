@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpuspill.bench.chaos import faults, jobs
 from gpuspill.bench.chaos.plan import FAULTS, JOBS, LONGEST, choose, describe, dump, load, read, rounds, write
+from gpuspill.bench.chaos.state import _scheduler
 from gpuspill.config import Settings
 from gpuspill.errors import ConfigError
 
@@ -118,3 +120,8 @@ def test_a_round_is_described_in_full() -> None:
         assert all(f"{job.kind} {job.seed}" in text for job in found.jobs)
         assert all(f"after {fault.after} tasks: {fault.kind}, worker {fault.worker}" in text for fault in found.faults)
         assert all(f"{name}={value}" in text for name, value in found.settings.items())
+
+
+def test_the_state_of_a_task_that_waits_for_nothing_is_told() -> None:
+    task = SimpleNamespace(state="erred", processing_on=None, waiting_on=None, dependencies=())
+    assert list(_scheduler(SimpleNamespace(workers={}, tasks={"x": task}))) == ["task 'x': erred, waits for []"]

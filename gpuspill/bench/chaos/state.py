@@ -80,7 +80,7 @@ def _scheduler(scheduler: Any) -> Iterator[str]:
     for key, task in list(scheduler.tasks.items()):
         if task.state not in ("memory", "released", "forgotten"):
             where = "" if task.processing_on is None else f" on {task.processing_on.address}"
-            yield f"task {key!r}: {task.state}{where}, waits for {[other.key for other in task.waiting_on][:5]}"
+            yield f"task {key!r}: {task.state}{where}, waits for {[other.key for other in task.waiting_on or ()][:5]}"
             for other in list(task.dependencies)[:8]:
                 yield f"    needs {other.key!r}: {other.state}, {[who.address for who in other.who_has or ()]}"
 
