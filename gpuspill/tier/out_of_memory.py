@@ -78,8 +78,11 @@ class OutOfMemoryGuard:
         self._busy.add(ident)
         try:
             self.calls += 1
+            before = self._manager.memory_total()
             self._settle()
-            helped = self._make_room(nbytes, retries) > 0 or (not retries and self._collect())
+            # What was given up already, and was not let go of yet, is free as well.
+            settled = self._manager.memory_total() < before
+            helped = self._make_room(nbytes, retries) > 0 or settled or (not retries and self._collect())
         finally:
             self._busy.discard(ident)
         if helped:

@@ -85,3 +85,14 @@ def test_one_that_is_not_the_first_to_be_asked_begins_by_use(device, request):
     assert tier.statistics().spilled_nbytes <= 32 * KB
     assert len(values) == COUNT
     installation.uninstall()
+
+
+def test_what_was_given_up_and_not_let_go_of_yet_counts(device, request):
+    """It is let go of when an allocation does not fit: then there is room, though nothing has to leave."""
+    installation = device.on_out_of_memory(lambda nbytes, retries: retries == 0)
+    tier = request.getfixturevalue("tier")
+    values = fill(tier, 0)
+    values.clear()
+    assert simulated.empty(16 * KB, np.uint8).nbytes == 16 * KB
+    assert tier.statistics().spilled_nbytes == 0
+    installation.uninstall()
