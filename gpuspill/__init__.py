@@ -1,10 +1,10 @@
 """Spilling for Dask workers (device, host, disk) that never stops the worker.
 
-Public names only. They are loaded when first used, so that importing :mod:`gpuspill` costs next to nothing and needs
-neither a GPU library nor a running event loop.
+Public names only. They are loaded when first used, so that importing :mod:`gpuspill` costs next to
+nothing and needs neither a GPU library nor a running event loop.
 
-This module is also the preload: ``dask worker ... --preload gpuspill``, and for the dashboard's page about all workers
-``dask scheduler --preload gpuspill``.
+This module is also the preload: ``dask worker ... --preload gpuspill``, and for the dashboard's
+page about all workers ``dask scheduler --preload gpuspill``.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def __dir__() -> list[str]:
 def dask_setup(server: Any) -> Awaitable[None] | None:
     """Attach to a worker, or show the workers' stores on a scheduler; called by distributed's preload machinery.
 
-    A plain function and not a click command: preloads all get the same arguments, and those of other preloads
-    (dask-cuda passes one) would be unknown options here. What it returns for a scheduler has to be awaited.
+    A plain function and not a click command: preloads all get the same arguments, and those of
+    other preloads (dask-cuda passes one) would be unknown options here. What it returns for a
+    scheduler has to be awaited.
     """
     from gpuspill.distributed.plugin import set_up
 

@@ -1,9 +1,10 @@
 """Questions about classes that no code of the class answers.
 
-A metaclass may define ``__eq__``, ``__hash__``, ``__getattribute__`` and more: ``Class == x`` builds an expression in
-some libraries, which leaves the class without a hash. So ``type(x) in (list, tuple)``, a dictionary keyed by classes,
-``getattr(type(x), name)`` and, by ``x.__class__``, ``isinstance(x, list)`` run code of others, which may raise, lie or
-take its time. Values come from users; what is asked here works for all of them.
+A metaclass may define ``__eq__``, ``__hash__``, ``__getattribute__`` and more: ``Class == x``
+builds an expression in some libraries, which leaves the class without a hash. So ``type(x) in
+(list, tuple)``, a dictionary keyed by classes, ``getattr(type(x), name)`` and, by ``x.__class__``,
+``isinstance(x, list)`` run code of others, which may raise, lie or take its time. Values come from
+users; what is asked here works for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _T = TypeVar("_T")
 
 #: How Python itself reads what every class has.
 _OF_TYPE: Final = type.__dict__
-#: What a metaclass must leave as it is for others to use its classes as keys and to read their attributes.
+#: What a metaclass must leave as it is for others to use its classes as keys and to read their
+#: attributes.
 _ASKED: Final = {name: getattr(type, name) for name in ("__eq__", "__hash__", "__getattribute__")}
 
 

@@ -69,7 +69,8 @@ def demo(arms: str, jobs: str, quick: bool) -> None:
     from gpuspill.demo.run import FULL, QUICK, demonstrate
 
     outcomes = demonstrate(console(), QUICK if quick else FULL, arms, jobs)
-    # What stock spilling does not manage in the time it is given is a finding, not a failure of this command.
+    # What stock spilling does not manage in the time it is given is a finding, not a failure of
+    # this command.
     if any(outcome.wrong or (outcome.error and outcome.arm != "stock") for outcome in outcomes):
         raise SystemExit(1)
 
@@ -155,15 +156,16 @@ def top(scheduler: str, interval: float, once: bool) -> None:
 def config(scheduler: str | None) -> None:
     """Print the settings in force here, or on the workers of SCHEDULER, and where each comes from.
 
-    SCHEDULER is an address such as tcp://host:8786, or the path of a scheduler file. Workers that differ in more than
-    their own directories are shown one after another.
+    SCHEDULER is an address such as tcp://host:8786, or the path of a scheduler file. Workers that
+    differ in more than their own directories are shown one after another.
     """
     from rich.table import Table
 
     from gpuspill.distributed.settings_report import here, of_cluster, text
 
     if scheduler is not None and sys.stderr.isatty():
-        # No scheduler may be there, which takes as long to find out as distributed.comm.timeouts.connect says.
+        # No scheduler may be there, which takes as long to find out as
+        # distributed.comm.timeouts.connect says.
         progress(f"asking the workers of {scheduler}")
     for title, rows in here() if scheduler is None else of_cluster(scheduler):
         if not rows:

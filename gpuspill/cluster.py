@@ -23,7 +23,8 @@ __all__ = ["LocalCUDACluster"]
 
 logger = logging.getLogger("gpuspill")
 
-#: Keywords of dask-cuda's class that only make sense with a device, beside all whose names begin with ``rmm_``.
+#: Keywords of dask-cuda's class that only make sense with a device, beside all whose names begin
+#: with ``rmm_``.
 _ABOUT_DEVICES = frozenset(
     {
         "CUDA_VISIBLE_DEVICES",
@@ -42,29 +43,30 @@ _ABOUT_DEVICES = frozenset(
 class LocalCUDACluster(LocalCluster):
     """A ``dask_cuda.LocalCUDACluster`` whose workers spill by gpuspill.
 
-    Takes all that the class of the installed dask-cuda (26.06 or newer) takes, in its meaning; an instance is one of
-    that class, too. On a machine without CUDA devices, or without dask-cuda, it is an ordinary ``LocalCluster`` with
-    as many workers as ``n_workers`` says, else ``CUDA_VISIBLE_DEVICES``, else one; so a script runs where there are no
-    devices. What is about devices is then ignored, and named in one message.
+    Takes all that the class of the installed dask-cuda (26.06 or newer) takes, in its meaning; an
+    instance is one of that class, too. On a machine without CUDA devices, or without dask-cuda, it
+    is an ordinary ``LocalCluster`` with as many workers as ``n_workers`` says, else
+    ``CUDA_VISIBLE_DEVICES``, else one; so a script runs where there are no devices. What is about
+    devices is then ignored, and named in one message.
 
     Parameters
     ----------
     *args, **kwargs
         As of ``dask_cuda.LocalCUDACluster``.
     enable_jit_unspill, jit_unspill : bool, optional
-        Two names of one switch. On: workers spill by gpuspill. Off: as stock dask-cuda does. By default what
-        ``jit-unspill`` (``DASK_JIT_UNSPILL``) says in dask's configuration, else on.
+        Two names of one switch. On: workers spill by gpuspill. Off: as stock dask-cuda does. By
+        default what ``jit-unspill`` (``DASK_JIT_UNSPILL``) says in dask's configuration, else on.
     shared_filesystem : bool, optional
         Known from JIT-unspill; needs no answer here.
 
     Raises
     ------
     ConfigError
-        The switch is no truth value or is said to be on and off; ``data=`` was given although it is on; or
-        ``CUDA_VISIBLE_DEVICES`` is a number.
+        The switch is no truth value or is said to be on and off; ``data=`` was given although it is
+        on; or ``CUDA_VISIBLE_DEVICES`` is a number.
     TypeError
-        A keyword is none of this class, dask-cuda's, ``LocalCluster`` or the workers'. (Not raised if a worker class of
-        your own takes any.)
+        A keyword is none of this class, dask-cuda's, ``LocalCluster`` or the workers'. (Not raised
+        if a worker class of your own takes any.)
     ValueError
         ``n_workers`` is no number of workers; and whatever else dask-cuda's class raises it for.
 
@@ -120,7 +122,8 @@ class LocalCUDACluster(LocalCluster):
             options = {} if limit == "auto" else {"device_memory_limit": limit}
             kwargs["data"] = given["data"] = spilling_data(**options)
             if with_devices and switched_off():
-                # dask-cuda would ask the device what most limits come to, for a store that it does not make.
+                # dask-cuda would ask the device what most limits come to, for a store that it does
+                # not make.
                 given["device_memory_limit"] = 0
                 args, kwargs = (), given
         if with_devices:

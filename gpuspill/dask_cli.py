@@ -1,8 +1,9 @@
 """What the ``dask`` command gets when gpuspill is installed: ``dask gpuspill``, and a flag of ``dask cuda worker``.
 
-``dask`` imports this module at start, as it does everything that is registered in the entry point group ``dask_cli``.
-The flag ``--enable-jit-unspill`` is then added to dask-cuda's own command, which does not have it since 26.06. Not
-reached by what starts without the ``dask`` command: ``dask-cuda-worker`` and ``python -m dask_cuda.cli``.
+``dask`` imports this module at start, as it does everything that is registered in the entry point
+group ``dask_cli``. The flag ``--enable-jit-unspill`` is then added to dask-cuda's own command,
+which does not have it since 26.06. Not reached by what starts without the ``dask`` command:
+``dask-cuda-worker`` and ``python -m dask_cuda.cli``.
 """
 
 from __future__ import annotations

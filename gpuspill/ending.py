@@ -10,8 +10,9 @@ __all__ = ["Ending"]
 class Ending:
     """Calls a function when it is given up. A part of an object that can be weakly referenced.
 
-    The object's own ``__del__`` runs while weak references to it still work. Another thread may so take hold of it in
-    the middle of that: of memory, for one, that is being freed. When its parts go, they are dead.
+    The object's own ``__del__`` runs while weak references to it still work. Another thread may so
+    take hold of it in the middle of that: of memory, for one, that is being freed. When its parts
+    go, they are dead.
 
     Parameters
     ----------

@@ -84,9 +84,9 @@ class QuotaExceeded(StorageError):
 class ReadInterrupted(GpuspillError, RuntimeError):
     """Bringing a value back ended with something that is no error: the value is where it was.
 
-    A deserialiser raised ``SystemExit``, ``asyncio.CancelledError``, a panic of a library in Rust, or the like. Those
-    who wait for the value get this instead: the thing itself would end their thread, or pass for their own
-    cancellation. It is the cause of this error.
+    A deserialiser raised ``SystemExit``, ``asyncio.CancelledError``, a panic of a library in Rust,
+    or the like. Those who wait for the value get this instead: the thing itself would end their
+    thread, or pass for their own cancellation. It is the cause of this error.
     """
 
 
@@ -129,8 +129,8 @@ class RecordCorrupt(DataLostError):
 def cut_loose(error: BaseException) -> None:
     """Take the tracebacks off an error and off what led to it.
 
-    They refer to the frames of the failed calls, and these to the arguments, which would look held, and to the errors,
-    so that only garbage collection would let go of them.
+    They refer to the frames of the failed calls, and these to the arguments, which would look held,
+    and to the errors, so that only garbage collection would let go of them.
     """
     left: list[BaseException | None] = [error]
     seen = set()
@@ -151,8 +151,8 @@ class _Contained:
         return kind is not None and not issubclass(kind, KeyboardInterrupt)
 
 
-#: Suppresses what a value's own code raises when it is asked something, ``SystemExit`` included: such
-#: a question may be asked on the event loop, which that would end. KeyboardInterrupt passes.
+#: Suppresses what a value's own code raises when it is asked something, ``SystemExit`` included:
+#: such a question may be asked on the event loop, which that would end. KeyboardInterrupt passes.
 contained: Final = _Contained()
 
 

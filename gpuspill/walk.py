@@ -1,14 +1,16 @@
 """One walk over a value: what is inside lists, tuples, dictionaries and dataclasses is replaced.
 
-What is looked into: lists, tuples and dictionaries (their values), their subclasses (named tuples, ordered and default
-dictionaries), and instances of dataclasses (their fields), frozen and slotted ones included. Everything else is offered
-to the one who replaces and otherwise left alone: sets too, since what is in them has been hashed.
+What is looked into: lists, tuples and dictionaries (their values), their subclasses (named tuples,
+ordered and default dictionaries), and instances of dataclasses (their fields), frozen and slotted
+ones included. Everything else is offered to the one who replaces and otherwise left alone: sets
+too, since what is in them has been hashed.
 
-Most values have nothing that is of interest, and some have a great many parts. So :func:`kinds` looks at types only, a
-level at a time, and :func:`replace` looks at the rest one by one.
+Most values have nothing that is of interest, and some have a great many parts. So :func:`kinds`
+looks at types only, a level at a time, and :func:`replace` looks at the rest one by one.
 
-A container is rebuilt only if something below it was replaced, and keeps its type. What shares a container before
-shares one afterwards, and a value may contain itself. The depth does not matter: nothing here recurses.
+A container is rebuilt only if something below it was replaced, and keeps its type. What shares a
+container before shares one afterwards, and a value may contain itself. The depth does not matter:
+nothing here recurses.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _MISSING: Final = object()
 _FIELDS: Final = "__dataclass_fields__"
 
 
-#: How to get at the parts of the containers that most values are made of, without a step of Python's for each.
+#: How to get at the parts of the containers that most values are made of, without a step of
+#: Python's for each.
 _FAST: Final[dict[int, Callable[[Any], Iterable[Any]]]] = {
     id(list): list.__iter__,
     id(tuple): tuple.__iter__,
@@ -48,8 +51,8 @@ def kinds(value: Any) -> dict[int, type]:
 
     Notes
     -----
-    Runs no code of the value's types but that of dataclasses' attributes. Takes some hundredths of a microsecond for a
-    part that is no container.
+    Runs no code of the value's types but that of dataclasses' attributes. Takes some hundredths of
+    a microsecond for a part that is no container.
     """
     found: dict[int, type] = {}
     seen: set[int] = set()
@@ -91,10 +94,11 @@ def replace(value: Any, replacement: Callable[[Any], Any], boring: Container[int
     value
         Anything. It is not changed.
     replacement
-        ``replacement(item)`` is called once for each object in it that is neither a container nor a plain scalar, and
-        returns the object itself, to leave it alone, or what takes its place.
+        ``replacement(item)`` is called once for each object in it that is neither a container nor a
+        plain scalar, and returns the object itself, to leave it alone, or what takes its place.
     boring
-        Identities of types whose objects are never offered; of those that :func:`kinds` returned for this value.
+        Identities of types whose objects are never offered; of those that :func:`kinds` returned
+        for this value.
 
     Raises
     ------
@@ -109,7 +113,8 @@ def replace(value: Any, replacement: Callable[[Any], Any], boring: Container[int
 
 def is_container(item: Any) -> bool:
     """Whether an object is looked into."""
-    # By the type and not by what the object says of itself: stand-ins for containers, such as mocks, are none.
+    # By the type and not by what the object says of itself: stand-ins for containers, such as
+    # mocks, are none.
     cls = type(item)
     return issubclass(cls, list | tuple | dict) or attribute_of(cls, _FIELDS) is not None
 
@@ -135,7 +140,8 @@ class _Findings:
     """What is in a value: its containers, what is replaced in them, and which have to be rebuilt."""
 
     def __init__(self, root: Any, replacement: Callable[[Any], Any], boring: Container[int]) -> None:
-        # By identity; the objects are kept alive with it, since some containers make their parts when asked.
+        # By identity; the objects are kept alive with it, since some containers make their parts
+        # when asked.
         self.items: dict[int, Any] = {id(root): root}
         self.replaced: dict[int, Any] = {}
         self.new: dict[int, Any] = {}
@@ -179,8 +185,9 @@ class _Findings:
     def rebuild(self, root: Any) -> Any:
         """Return the root anew.
 
-        What can be changed is copied first and filled last, so a value that contains itself is no problem: every circle
-        goes through something that can be changed. Tuples are made in between, those inside of others first.
+        What can be changed is copied first and filled last, so a value that contains itself is no
+        problem: every circle goes through something that can be changed. Tuples are made in
+        between, those inside of others first.
         """
         changed = self._changed()
         self.new.update(self.replaced)
@@ -212,7 +219,8 @@ class _Findings:
 
     def _tuple(self, container: tuple[Any, ...]) -> tuple[Any, ...]:
         cls = type(container)
-        # Not by calling the class: named tuples take their parts one by one, and others whatever they like.
+        # Not by calling the class: named tuples take their parts one by one, and others whatever
+        # they like.
         made: tuple[Any, ...] = tuple.__new__(cls, [self.new.get(id(part), part) for part in tuple.__iter__(container)])
         if hasattr(container, "__dict__"):
             vars(made).update(vars(container))

@@ -76,8 +76,8 @@ class Arm:
     spills
         Whether memory is limited at all.
     data
-        Makes what the workers get as ``data=``, given the seconds by which to slow down every file operation;
-        ``None`` is distributed's own choice.
+        Makes what the workers get as ``data=``, given the seconds by which to slow down every file
+        operation; ``None`` is distributed's own choice.
     config
         Dask settings in force while the cluster starts and runs.
     """

@@ -1,7 +1,7 @@
 """The command ``gpuspill bench``, one function a benchmark.
 
-Everything heavy is imported by the function that needs it: a worker process started by a benchmark imports this module
-again.
+Everything heavy is imported by the function that needs it: a worker process started by a benchmark
+imports this module again.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class DelayedFiles(MutableMapping[str, Any]):
         del self._files[key]
 
     def _wait_for(self, key: str) -> None:
-        # A SpillBuffer tries to delete every new key first; where there is no file there is nothing slow.
+        # A SpillBuffer tries to delete every new key first; where there is no file there is nothing
+        # slow.
         if key in self._files:
             self._sleep(self._seconds)
 
@@ -65,7 +66,8 @@ class DelayedFiles(MutableMapping[str, Any]):
 def delay_files(data: MutableMapping[Any, Any], seconds: float) -> None:
     """Slow down every file operation of a ``SpillBuffer``, in place.
 
-    Other stores are left alone: a ``dict`` has no files, and gpuspill's has a setting (``storage-delay``).
+    Other stores are left alone: a ``dict`` has no files, and gpuspill's has a setting
+    (``storage-delay``).
 
     Parameters
     ----------

@@ -1,10 +1,11 @@
 # mypy: disallow-untyped-calls=False
 """``device``: kernels on the blocks of an array that is larger than the device, while others are copied both ways.
 
-A *scale model*: of every `thin` bytes one is there, on a device with as much less memory and a link as much slower. A
-copy takes as long as all bytes would take, and the real time of everything else stays what it is; only moving the bytes
-costs less of the processor, which on a real device it costs nothing of. A kernel takes the device's time and none of
-the processor's; of what it computes one element a page is really computed, and checked.
+A *scale model*: of every `thin` bytes one is there, on a device with as much less memory and a link
+as much slower. A copy takes as long as all bytes would take, and the real time of everything else
+stays what it is; only moving the bytes costs less of the processor, which on a real device it costs
+nothing of. A kernel takes the device's time and none of the processor's; of what it computes one
+element a page is really computed, and checked.
 """
 
 from __future__ import annotations
@@ -231,7 +232,8 @@ class DeviceJob(Benchmark):
             # They would cost the processor as much as the copies.
             "gpuspill.simulated.checks": False,
             "distributed.scheduler.active-memory-manager.start": False,
-            # A device does not have to get its memory from a kernel, page by page: nor should this one.
+            # A device does not have to get its memory from a kernel, page by page: nor should this
+            # one.
             "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 2**40,
             "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 2**30,
             "distributed.nanny.pre-spawn-environ.MALLOC_ARENA_MAX": 1,
@@ -240,7 +242,8 @@ class DeviceJob(Benchmark):
     def _passes(self, client: Client, blocks: list[Any]) -> list[Any]:
         """Submit all passes; each goes over all blocks before the next begins, without waiting for it to end."""
         for number in range(self.passes):
-            # The futures of the pass before are dropped here: what was read for the last time goes at once.
+            # The futures of the pass before are dropped here: what was read for the last time goes
+            # at once.
             blocks = client.map(_step, blocks, seconds=self.kernel, priority=-number, pure=False)
         return blocks
 

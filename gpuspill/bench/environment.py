@@ -58,15 +58,16 @@ def environment() -> dict[str, object]:
 def back_memory(nbytes: int) -> int:
     """Touch free memory and give it back, so that the run that follows does not pay for its first touch.
 
-    A virtual machine whose host takes free pages back (free page reporting, on by default with a balloon device of
-    recent kernels) gets each of them anew from the host at the first touch, at a fifth of the speed and less. Which run
-    pays depends on what the run before it left behind, not on what is compared. Where nothing takes pages back this
-    costs the time to clear them.
+    A virtual machine whose host takes free pages back (free page reporting, on by default with a
+    balloon device of recent kernels) gets each of them anew from the host at the first touch, at a
+    fifth of the speed and less. Which run pays depends on what the run before it left behind, not
+    on what is compared. Where nothing takes pages back this costs the time to clear them.
 
     Parameters
     ----------
     nbytes
-        How much the run may use, page cache included. At most three quarters of what is free are touched.
+        How much the run may use, page cache included. At most three quarters of what is free are
+        touched.
 
     Returns
     -------

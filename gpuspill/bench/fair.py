@@ -1,8 +1,8 @@
 """``fair``: how long the event loop stands still, and how long a task waits, beside work that is not the task's.
 
-One store in this process, an event loop, and the store's own threads. A list of many small lists is written, read and
-let go. A task has thousands of inputs. Another one needs four values while a peer is sent sixty, and a third one needs
-room while the oldest values are thousands of floats.
+One store in this process, an event loop, and the store's own threads. A list of many small lists is
+written, read and let go. A task has thousands of inputs. Another one needs four values while a peer
+is sent sixty, and a third one needs room while the oldest values are thousands of floats.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """``device --link``: what the device tier makes of a link, with the host's part of it modelled at full scale.
 
-No byte moves and nothing sleeps. The clock adds up the processor time that the tier really takes, and what a model says
-of the link, of calls of the driver, of copies in host memory, of fresh pages and of pinning: see
-:class:`~gpuspill.simulated.device.modelled.ModelledDevice`. So these are figures of the tier on a machine that is
-described, not of the one that it runs on, but for its processor.
+No byte moves and nothing sleeps. The clock adds up the processor time that the tier really takes,
+and what a model says of the link, of calls of the driver, of copies in host memory, of fresh pages
+and of pinning: see :class:`~gpuspill.simulated.device.modelled.ModelledDevice`. So these are
+figures of the tier on a machine that is described, not of the one that it runs on, but for its
+processor.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ class _Garbage:
     Parameters
     ----------
     clock
-        Of the processor time that counts. In the simulation it does not, nor does garbage that is collected there.
+        Of the processor time that counts. In the simulation it does not, nor does garbage that is
+        collected there.
     """
 
     def __init__(self, clock: ThreadClock) -> None:

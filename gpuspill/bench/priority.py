@@ -1,9 +1,10 @@
 # mypy: disallow-untyped-calls=False
 """``priority``: an urgent task behind a stream of others, on a worker whose memory is full and whose disk is slow.
 
-A worker makes values of the lowest priority faster than its disk takes them. One task of the highest priority comes,
-whose input is on another worker. How long does it take? Then, what is promised when nothing can be freed, and what is
-left of memory while tasks wait for others that they have asked for.
+A worker makes values of the lowest priority faster than its disk takes them. One task of the
+highest priority comes, whose input is on another worker. How long does it take? Then, what is
+promised when nothing can be freed, and what is left of memory while tasks wait for others that they
+have asked for.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class LoopSummary:
     longest
         The latest callback, seconds.
     longest_own
-        The same without what the loop's thread waited for a processor: that is for other threads and other programs,
-        and no lock of the interpreter.
+        The same without what the loop's thread waited for a processor: that is for other threads
+        and other programs, and no lock of the interpreter.
     p999
         What a callback that became due at a random instant would have had to wait, 99.9th
         percentile, seconds. Weighted by time, so that a long stall counts for all the callbacks it
@@ -125,7 +125,8 @@ class LoopProbe:
         Called at each tick on the loop's thread, e.g. to sample a state that only changes there.
         Must return at once and not raise.
     waited
-        Returns the seconds for which the calling thread was ready and had no processor, ever since it began.
+        Returns the seconds for which the calling thread was ready and had no processor, ever since
+        it began.
 
     Notes
     -----

@@ -35,9 +35,9 @@ class Row:
     label
         What people call it.
     unit
-        ``seconds``, ``milliseconds``, ``microseconds``, ``bytes``, ``rate`` (bytes a second), ``count``, ``ratio``
-        or ``yes``.
-        Metrics of the first three are in seconds, whatever they are shown in.
+        ``seconds``, ``milliseconds``, ``microseconds``, ``bytes``, ``rate`` (bytes a second),
+        ``count``, ``ratio`` or ``yes``. Metrics of the first three are in seconds, whatever they
+        are shown in.
     compare
         Whether a ratio to the baseline makes sense.
     """

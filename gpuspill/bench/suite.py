@@ -237,7 +237,8 @@ def _within(seconds: float, workload: Workload, client: Client) -> Answers:
 
 
 def _import() -> None:
-    # The first use of a library holds the interpreter's lock for a while; that is no stall of any store's making.
+    # The first use of a library holds the interpreter's lock for a while; that is no stall of any
+    # store's making.
     from importlib import import_module
 
     for name in ("numpy", "pandas", "pyarrow", "dask.array", "dask.dataframe", "distributed.shuffle"):

@@ -3,9 +3,9 @@
 
 Half of the tasks depend on one of the other half, so that inputs are looked up as well as results
 stored. What a store costs is a few hundredths of what distributed does for a task, and less than by
-what one worker differs from the next, or from itself a minute later. So the arms' workers stand in one
-cluster and take turns, a few hundred tasks at a time; a round has new processes; and there is a *control*,
-a second worker that is configured as stock is. What that differs by is chance.
+what one worker differs from the next, or from itself a minute later. So the arms' workers stand in
+one cluster and take turns, a few hundred tasks at a time; a round has new processes; and there is a
+*control*, a second worker that is configured as stock is. What that differs by is chance.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ class _Contestant:
     def metrics(self, stock: _Contestant | None) -> dict[str, float | None]:
         """Return the means of all tasks; and of what turns took more than stock's turns beside them, the medians.
 
-        The medians leave out what only some turns have, such as full garbage collections; the means do not.
+        The medians leave out what only some turns have, such as full garbage collections; the means
+        do not.
         """
         compared = stock is not None and stock is not self
         return {

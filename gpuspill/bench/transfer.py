@@ -1,8 +1,9 @@
 # mypy: disallow-untyped-calls=False
 """``transfer``: a worker with far more data than memory hands every key to a peer.
 
-What retiring a worker, rebalancing and the active memory manager do all the time. The arm ``memory`` is the same with
-everything in memory on both sides: no way of sending from disk can be expected to be faster.
+What retiring a worker, rebalancing and the active memory manager do all the time. The arm
+``memory`` is the same with everything in memory on both sides: no way of sending from disk can be
+expected to be faster.
 """
 
 from __future__ import annotations

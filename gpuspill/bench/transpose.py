@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-calls=False
 """``transpose``: ``a + a.T`` and its mean, of a random array larger than the memory of two workers.
 
-Half of all blocks meet one that another worker has: the smallest job in which spilled values have to travel. Something
-has to be persisted, since nothing would have to be spilled otherwise: the array (spilled blocks travel), or the sum
-(blocks travel while others are spilled).
+Half of all blocks meet one that another worker has: the smallest job in which spilled values have
+to travel. Something has to be persisted, since nothing would have to be spilled otherwise: the
+array (spilled blocks travel), or the sum (blocks travel while others are spilled).
 """
 
 from __future__ import annotations

@@ -232,9 +232,9 @@ def _watch_of(worker: Worker) -> WatchPlugin:
 
 
 def _restart_in_worker(dask_worker: Worker) -> int:
-    # A full collection takes as long as several blocks take to read. When the next one is due depends on all that was
-    # made since the process began, imports included: without this it falls into the job in one arm and behind it in
-    # another.
+    # A full collection takes as long as several blocks take to read. When the next one is due
+    # depends on all that was made since the process began, imports included: without this it falls
+    # into the job in one arm and behind it in another.
     gc.collect()
     _watch_of(dask_worker).restart()
     return os.getpid()

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-calls=False
 """What people do with dask, in small: each a few lines, with an answer that is computed without a cluster.
 
-Each is given the bytes that should be alive at once, and the size of a piece. Data are made from seeds, in the tasks
-themselves, so that no arm has to read or send any.
+Each is given the bytes that should be alive at once, and the size of a piece. Data are made from
+seeds, in the tasks themselves, so that no arm has to read or send any.
 """
 
 from __future__ import annotations

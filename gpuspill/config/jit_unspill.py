@@ -1,8 +1,9 @@
 """The settings of JIT-unspill, which dask-cuda had until 26.04: what they mean here.
 
-They stand at the top of dask's configuration (``jit-unspill: true``, ``DASK_JIT_UNSPILL=True``) and are read as they
-are. One of them switches gpuspill on. The others had to do with proxies that stood for objects, or with files, and have
-no counterpart; a user who sets one is told what there is instead.
+They stand at the top of dask's configuration (``jit-unspill: true``, ``DASK_JIT_UNSPILL=True``) and
+are read as they are. One of them switches gpuspill on. The others had to do with proxies that stood
+for objects, or with files, and have no counterpart; a user who sets one is told what there is
+instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SHARED_FILESYSTEM = (
 
 _PLAIN = "tasks, clients and actors get plain objects, never proxies"
 
-#: By name: the value that asks for what gpuspill does anyway, if there is one, and what there is instead.
+#: By name: the value that asks for what gpuspill does anyway, if there is one, and what there is
+#: instead.
 _REPLACED: Mapping[str, tuple[bool | None, str]] = {
     "jit-unspill-compatibility-mode": (True, f"it is always on: {_PLAIN}"),
     "jit-unspill-incompatible": (None, f"no type needs an exception: {_PLAIN}"),

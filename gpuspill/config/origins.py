@@ -1,7 +1,7 @@
 """Where the value of an option comes from.
 
-Found out by comparison and not by book-keeping: what differs from what the configuration of this process says must have
-been given in code.
+Found out by comparison and not by book-keeping: what differs from what the configuration of this
+process says must have been given in code.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def origins(settings: Settings, files: Mapping[str, str] | None = None) -> dict[
     Returns
     -------
     dict
-        By option: ``"default"``, ``"keyword"``, the name of an environment variable, or ``"configuration"`` (or the
-        path of the file).
+        By option: ``"default"``, ``"keyword"``, the name of an environment variable, or
+        ``"configuration"`` (or the path of the file).
     """
     configured = _named(dask.config.get("gpuspill", None))
     variables = {

@@ -65,39 +65,40 @@ class Settings:
     buffer_pool
         Bytes of unused read buffers to keep for reuse.
     device
-        Which device gets a tier of its own. ``"auto"``: a CUDA device if there is one, with the libraries for it.
-        ``"cuda"``: the same, and it is an error if it cannot be. ``"simulated"``: that of :mod:`gpuspill.simulated`.
-        None: none.
+        Which device gets a tier of its own. ``"auto"``: a CUDA device if there is one, with the
+        libraries for it. ``"cuda"``: the same, and it is an error if it cannot be. ``"simulated"``:
+        that of :mod:`gpuspill.simulated`. None: none.
     device_memory_limit
-        Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``: 0.8. None: no limit;
-        values leave it when it is full.
+        Bytes of values to keep on the device, or a fraction of its memory (``0.5``). ``"auto"``:
+        0.8. None: no limit; values leave it when it is full.
     device_fence
-        How computations on a device are waited for before a copy. ``"stream"``: its default stream, with all that
-        wait for that, and the streams that arrays say they are used on. Copies go in both directions at the same time.
-        ``"device"``: the whole device, with copies to it that are under way. That is for tasks that return, unfinished,
-        what they compute on streams that do not wait for the default one (``cudaStreamNonBlocking``; so are PyTorch's
-        other than its default one) and that arrays do not name.
+        How computations on a device are waited for before a copy. ``"stream"``: its default stream,
+        with all that wait for that, and the streams that arrays say they are used on. Copies go in
+        both directions at the same time. ``"device"``: the whole device, with copies to it that are
+        under way. That is for tasks that return, unfinished, what they compute on streams that do
+        not wait for the default one (``cudaStreamNonBlocking``; so are PyTorch's other than its
+        default one) and that arrays do not name.
     pinned_memory
-        Bytes of host memory to pin at most for what has left the device, or a fraction of the host limit (``0.25``).
-        Copies to pinned memory are done at the speed of the link. 0: none.
+        Bytes of host memory to pin at most for what has left the device, or a fraction of the host
+        limit (``0.25``). Copies to pinned memory are done at the speed of the link. 0: none.
     gds
-        Whether what leaves the device when host memory is full goes to disk by GPUDirect Storage (KvikIO), past host
-        memory, and so past the checksum. None: it does not. ``"auto"``: where there is a driver. ``"on"``: the same,
-        and it is an error if there is none.
+        Whether what leaves the device when host memory is full goes to disk by GPUDirect Storage
+        (KvikIO), past host memory, and so past the checksum. None: it does not. ``"auto"``: where
+        there is a driver. ``"on"``: the same, and it is an error if there is none.
     follow_process_memory
         Whether process memory that is not managed counts against the limit, as
         ``distributed.worker.memory.spill`` does.
     spill_timeout
-        Seconds after which a task no longer waits for a spill that has not ended, as where a disk hangs. Closing the
-        store waits as long for I/O. 0: no limit.
+        Seconds after which a task no longer waits for a spill that has not ended, as where a disk
+        hangs. Closing the store waits as long for I/O. 0: no limit.
     storage_delay
         Seconds to add to every file operation: shows how a job behaves on a slow disk.
     store
-        Where records go instead of files below the spill directory. A function, where to import it from
-        (``"package.module:function"``), or its name among the entry points in ``gpuspill.stores``. It is called in the
-        worker's process with the path of the spill directory, and returns a :class:`~gpuspill.storage.base.Store` or
-        any ``MutableMapping[str, bytes]``, such as a ``zict.File`` or an ``fsspec.get_mapper("s3://...")``. None:
-        files.
+        Where records go instead of files below the spill directory. A function, where to import it
+        from (``"package.module:function"``), or its name among the entry points in
+        ``gpuspill.stores``. It is called in the worker's process with the path of the spill
+        directory, and returns a :class:`~gpuspill.storage.base.Store` or any ``MutableMapping[str,
+        bytes]``, such as a ``zict.File`` or an ``fsspec.get_mapper("s3://...")``. None: files.
     eviction_policy
         In which order values leave memory. A subclass of :class:`~gpuspill.core.policy.EvictionPolicy` or a function
         that returns one, where to import it from, or its name among the entry points in ``gpuspill.policies``. It is
@@ -139,8 +140,8 @@ class Settings:
         Raises
         ------
         ConfigError
-            An option is unknown or its value cannot be used; the message names both. Those of the simulated device
-            (``gpuspill.simulated``) are checked too.
+            An option is unknown or its value cannot be used; the message names both. Those of the
+            simulated device (``gpuspill.simulated``) are checked too.
         """
         configured = dask.config.get("gpuspill", None) or {}
         if not isinstance(configured, Mapping):
@@ -194,7 +195,8 @@ def _nbytes(name: str, value: Any) -> int | None:
     except (ValueError, TypeError, OverflowError):
         raise _fail(name, value, "a size such as '2 GiB', or 0 or None for no limit") from None
     if nbytes < 1:
-        # A fraction is most likely meant as one of all memory; taken as bytes it would be a limit of 0.
+        # A fraction is most likely meant as one of all memory; taken as bytes it would be a limit
+        # of 0.
         raise _fail(name, value, "a size of at least 1 byte such as '2 GiB', or 0 or None for no limit")
     return nbytes
 

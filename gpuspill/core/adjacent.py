@@ -1,7 +1,7 @@
 """Which pieces of memory to free so that what is asked for fits in one: those that lie side by side.
 
-An allocator whose free memory is in many small pieces has no room for a large one, however much is free. To free
-values in the order of their use does not change that soon: they lie anywhere.
+An allocator whose free memory is in many small pieces has no room for a large one, however much is
+free. To free values in the order of their use does not change that soon: they lie anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ __all__ = ["Piece", "cheapest_run"]
 
 T = TypeVar("T")
 
-#: Allocators round sizes up to a multiple of this many bytes, at most: so much between two pieces is no one's.
+#: Allocators round sizes up to a multiple of this many bytes, at most: so much between two pieces
+#: is no one's.
 _GAP: Final = 512
 
 

@@ -1,9 +1,10 @@
 """Who may add bytes to memory now and who waits, and the room that can be made without a write.
 
-Those who wait do so in one line, by priority and age (:mod:`gpuspill.core.line`). The first of them waits while
-something can still make room: a spill in flight that has not stalled, a candidate that was not tried yet and that a
-thread is left to write, or memory that is about to be let go. When none is left it is let in all the same and counted
-as an *overrun*, so admission alone never stops a worker.
+Those who wait do so in one line, by priority and age (:mod:`gpuspill.core.line`). The first of them
+waits while something can still make room: a spill in flight that has not stalled, a candidate that
+was not tried yet and that a thread is left to write, or memory that is about to be let go. When
+none is left it is let in all the same and counted as an *overrun*, so admission alone never stops a
+worker.
 
 Overruns are let in one at a time. While one has not ended and memory is over its limit, the next one waits for its
 end. It does not if the one before may itself wait for others in line (:meth:`Room.detach`), nor if either is as small
@@ -38,8 +39,8 @@ class Room:
 
     Notes
     -----
-    Has no state of its own: who waits stands in the budget of memory. Not thread-safe. Every method is O(log n) for
-    each value that is evicted or found held, amortised.
+    Has no state of its own: who waits stands in the budget of memory. Not thread-safe. Every method
+    is O(log n) for each value that is evicted or found held, amortised.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Room:
         self._effects = effects
         self._counters = counters
 
-    # -- eviction without a write --------------------------------------------------------------------
+    # -- eviction without a write ------------------------------------------------------------------
 
     def balance(self) -> None:
         """Drop clean values that come first in the order while room is needed, then serve those who wait.
@@ -83,8 +84,9 @@ class Room:
     def make_ahead(self, nbytes: int, order: Order) -> bool:
         """Make room for a value that is used next at `order`, of clean ones needed later or not at all.
 
-        Takes nothing from those who wait. Returns whether there is room; who calls this lets in those who wait
-        afterwards, as what was looked at may have been the last thing that could make room for them.
+        Takes nothing from those who wait. Returns whether there is room; who calls this lets in
+        those who wait afterwards, as what was looked at may have been the last thing that could
+        make room for them.
         """
         memory = self._memory
         while memory.limit is not None and memory.committed + memory.demand - memory.leaving + nbytes > memory.limit:
@@ -97,7 +99,7 @@ class Room:
             self._lifetimes.drop(victim)
         return True
 
-    # -- admission -----------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation:
         """Ask for room. The reservation is granted now, or appears in :attr:`Effects.granted` later.

@@ -39,8 +39,8 @@ class Backoff:
         Parameters
         ----------
         again
-            It had failed before, so the wait begins when this attempt has ended. What fails for the first time must not
-            put off what waits already: there may always be something new.
+            It had failed before, so the wait begins when this attempt has ended. What fails for the
+            first time must not put off what waits already: there may always be something new.
         """
         if not self._wait or self.left(now) <= 0:
             self.start(now)

@@ -37,7 +37,8 @@ class Budget:
         Bytes of copies whose move down is in flight: they count as used until they are gone, but
         need no further victim.
     beyond
-        Number of those who were let in beyond the limit, have not ended, and do not wait for others.
+        Number of those who were let in beyond the limit, have not ended, and do not wait for
+        others.
     line
         Those who wait for room.
     """
@@ -59,8 +60,9 @@ class Budget:
     def demand(self) -> int:
         """Bytes for which room must still be made on behalf of those who wait.
 
-        All waiting tasks (there are at most as many as the worker has threads), but a transfer only when it is its
-        turn: making room for the whole line would spill far more than is needed next.
+        All waiting tasks (there are at most as many as the worker has threads), but a transfer only
+        when it is its turn: making room for the whole line would spill far more than is needed
+        next.
         """
         first = self.line.first()
         if first is None:

@@ -1,13 +1,14 @@
 """Which values may be evicted, in which order, and which are left alone for a while.
 
-A value is a *candidate* when it is in memory, nobody pins it, nothing moves, no other value keeps it alive, and it is
-not unspillable. Two kinds of candidates are set aside until they are tried again:
+A value is a *candidate* when it is in memory, nobody pins it, nothing moves, no other value keeps
+it alive, and it is not unspillable. Two kinds of candidates are set aside until they are tried
+again:
 
 - **held** ones: somebody outside holds on to the value, so evicting it would free nothing;
 - **blocked** ones: the last spill failed for a reason that may pass (disk full, quota, I/O error).
 
-Setting them aside is what keeps one bad value from stopping the others. A blocked one stays so when it is used
-meanwhile: that makes no room on disk.
+Setting them aside is what keeps one bad value from stopping the others. A blocked one stays so when
+it is used meanwhile: that makes no room on disk.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Candidates:
     Parameters
     ----------
     held
-        ``held(pid)`` tells whether somebody outside holds on to a value in memory. Must be fast and must not call back.
+        ``held(pid)`` tells whether somebody outside holds on to a value in memory. Must be fast and
+        must not call back.
     small_below
         ``small_below(limit)`` tells below how many bytes a value is small.
     policy
@@ -93,7 +95,7 @@ class Candidates:
         """Whether there are any, set aside or not."""
         return bool(self.queue or self._held or self._blocked)
 
-    # -- where a value belongs -----------------------------------------------------------------------
+    # -- where a value belongs ---------------------------------------------------------------------
 
     @property
     def small_below(self) -> int:
@@ -168,7 +170,7 @@ class Candidates:
             return None  # it goes by recency alone
         return min((use for key in keys if (use := self.uses.next(key)) is not None), default=None)
 
-    # -- choosing ------------------------------------------------------------------------------------
+    # -- choosing ----------------------------------------------------------------------------------
 
     def can_free(self, nbytes: int) -> bool:
         """Whether trying may free so many bytes: whatever is not small may turn out to be larger than believed."""
@@ -216,7 +218,7 @@ class Candidates:
         self.spare(pid)
         return True
 
-    # -- trying again --------------------------------------------------------------------------------
+    # -- trying again ------------------------------------------------------------------------------
 
     def retry(self, held: int, blocked: int) -> None:
         """Make candidates for now of so many at most of those set aside of each kind, longest set aside first."""
@@ -229,8 +231,8 @@ class Candidates:
     def relieve(self, nbytes: int) -> None:
         """The disk has room for `nbytes` more: what failed for lack of it, and may fit now, is tried again.
 
-        Only so many, longest set aside first, and only for so many bytes as became free: trying one means to serialise
-        it, and perhaps to write most of it in vain.
+        Only so many, longest set aside first, and only for so many bytes as became free: trying one
+        means to serialise it, and perhaps to write most of it in vain.
         """
         self.relieved += 1
         self._freed += nbytes

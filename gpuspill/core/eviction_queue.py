@@ -1,11 +1,12 @@
 """The values that may be evicted now: an eviction policy's, and the small ones after them.
 
-A spilled small value takes a block of the disk and a few hundred bytes of memory, and its write takes as long as that
-of one a hundred times its size. So small values go last, least recently used first, whatever the policy. Where the
-limit is so low that small values may be all there is, none counts as small.
+A spilled small value takes a block of the disk and a few hundred bytes of memory, and its write
+takes as long as that of one a hundred times its size. So small values go last, least recently used
+first, whatever the policy. Where the limit is so low that small values may be all there is, none
+counts as small.
 
-A victim that was written and stays after all, because room came otherwise, keeps its turn if its record is kept and
-it was not used meanwhile: it goes first, without another write.
+A victim that was written and stays after all, because room came otherwise, keeps its turn if its
+record is kept and it was not used meanwhile: it goes first, without another write.
 """
 
 from __future__ import annotations

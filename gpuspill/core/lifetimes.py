@@ -97,7 +97,7 @@ class Lifetimes:
         self._ledger.forget(entry)
         self._effects.forgotten[pid] = entry
 
-    # -- parts ---------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     def take_parts(self, entry: Entry, parts: tuple[int, ...], apart_nbytes: int) -> None:
         """The value, in memory and without parts, keeps these alive. They are no candidates while it is there.

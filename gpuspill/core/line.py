@@ -27,7 +27,8 @@ class Kind(enum.IntEnum):
 
     TASK = 0
     TRANSFER = 1
-    #: Reads ahead, for which no one waits. Has no turns by age: it could take the room of those who do wait.
+    #: Reads ahead, for which no one waits. Has no turns by age: it could take the room of those who
+    #: do wait.
     AHEAD = 2
 
 
@@ -46,7 +47,8 @@ class Reservation:
     overrun
         Granted although it did not fit, because nothing could be freed any more.
     detached
-        Whether the asker may itself be waiting for others who wait for room. Then it is not waited for.
+        Whether the asker may itself be waiting for others who wait for room. Then it is not waited
+        for.
     """
 
     kind: Kind
@@ -72,8 +74,9 @@ class Line:
 
     Notes
     -----
-    Not thread-safe. O(log n) amortised: items of the heap whose reservation left the line, or became more urgent, are
-    skipped when they surface, and the heap is made anew when they are more than half of it.
+    Not thread-safe. O(log n) amortised: items of the heap whose reservation left the line, or
+    became more urgent, are skipped when they surface, and the heap is made anew when they are more
+    than half of it.
     """
 
     def __init__(self) -> None:

@@ -1,21 +1,24 @@
 """Eviction policies: in which order values leave memory.
 
-:class:`EvictionPolicy` is the port. :class:`NextUsePolicy` is what is used if nothing else is configured. Its order of
-victims:
+:class:`EvictionPolicy` is the port. :class:`NextUsePolicy` is what is used if nothing else is
+configured. Its order of victims:
 
-1. dead values, whose last known use is over: those that the tier below has a copy of before the others, and among
-   equals the one that died first. The few that died last and have no copy are spared;
+1. dead values, whose last known use is over: those that the tier below has a copy of before the
+   others, and among equals the one that died first. The few that died last and have no copy are
+   spared;
 2. values without a known use, least recently used first;
 3. those that were spared;
 4. values with a known next use, furthest first (Bélády's rule, as far as the future is known).
 
-The worker's own tasks tell the future: each task that waits for its inputs or is ready to run names them and has a
-priority. Rule 1 before rule 2 keeps a cyclic scan, the worst case of plain recency, from thrashing: a block that was
-just consumed goes before the blocks that wait their turn. Copies go first within rule 1: nothing else tells those
-values apart, dropping a copied value costs nothing, and the others have to be written. In a scan the others then stay
-where they are, and are never written. Some dead values are spared because they are often deleted a moment later.
+The worker's own tasks tell the future: each task that waits for its inputs or is ready to run names
+them and has a priority. Rule 1 before rule 2 keeps a cyclic scan, the worst case of plain recency,
+from thrashing: a block that was just consumed goes before the blocks that wait their turn. Copies
+go first within rule 1: nothing else tells those values apart, dropping a copied value costs
+nothing, and the others have to be written. In a scan the others then stay where they are, and are
+never written. Some dead values are spared because they are often deleted a moment later.
 
-Small values are no business of a policy: they go after all others (:mod:`gpuspill.core.eviction_queue`).
+Small values are no business of a policy: they go after all others
+(:mod:`gpuspill.core.eviction_queue`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from gpuspill.core.recency import HasTurns, Recent
 
 __all__ = ["EvictionPolicy", "HasSize", "MakePolicy", "NextUsePolicy", "Order"]
 
-#: Position in time of a use; smaller is sooner. Compared element by element, as task priorities are.
+#: Position in time of a use; smaller is sooner. Compared element by element, as task priorities
+#: are.
 Order: TypeAlias = tuple[float, ...]
 
 
@@ -50,14 +54,15 @@ class EvictionPolicy(ABC):
     Attributes
     ----------
     grace
-        How many dead values without a copy below should stay for a while, because they may be deleted at once. Set by
-        the worker from its number of threads. A policy may ignore it.
+        How many dead values without a copy below should stay for a while, because they may be
+        deleted at once. Set by the worker from its number of threads. A policy may ignore it.
 
     Notes
     -----
-    All methods are called under the lock of the store. They must be fast, O(log n) or better amortised, must not block
-    and must not raise. They need no lock of their own. A policy that raises, or names no value although there are some,
-    is not asked again: values leave in the order of their last use, and an error is logged.
+    All methods are called under the lock of the store. They must be fast, O(log n) or better
+    amortised, must not block and must not raise. They need no lock of their own. A policy that
+    raises, or names no value although there are some, is not asked again: values leave in the order
+    of their last use, and an error is logged.
 
     :class:`gpuspill.testing.policy_tests.PolicyTests` checks a policy.
     """
@@ -81,7 +86,8 @@ class EvictionPolicy(ABC):
         clean
             The tier below has a copy, so that evicting it costs nothing.
         first
-            It was a victim before and has not been used since. It should go before those of which the same is known.
+            It was a victim before and has not been used since. It should go before those of which
+            the same is known.
         """
 
     @abstractmethod
@@ -133,7 +139,8 @@ class EvictionPolicy(ABC):
         assert (self.first() is None) == (not listed), (self.first(), listed)
 
 
-#: Makes the policy of one tier of memory. It gets the table of all values by number, to be read only.
+#: Makes the policy of one tier of memory. It gets the table of all values by number, to be read
+#: only.
 MakePolicy: TypeAlias = Callable[[Mapping[int, HasSize]], EvictionPolicy]
 
 
@@ -160,9 +167,9 @@ class NextUsePolicy(EvictionPolicy):
 
     Notes
     -----
-    `insert`, `discard`, `touch` are O(1) without a known use and O(log n) with one; `first` is O(log n) amortised: heap
-    items of values that left or changed are skipped when they surface, and the heap is rebuilt when most of it is such
-    items.
+    `insert`, `discard`, `touch` are O(1) without a known use and O(log n) with one; `first` is
+    O(log n) amortised: heap items of values that left or changed are skipped when they surface, and
+    the heap is rebuilt when most of it is such items.
     """
 
     def __init__(self, entries: Mapping[int, HasTurns]) -> None:

@@ -13,8 +13,9 @@ __all__ = ["GuardedPolicy"]
 class GuardedPolicy(EvictionPolicy):
     """Asks another policy as long as that works; then it evicts by last use.
 
-    A policy fails if it raises, names a value that is not in, or names none although there are some. Without a guard
-    the first would close the worker, and the last would have tasks wait for ever.
+    A policy fails if it raises, names a value that is not in, or names none although there are
+    some. Without a guard the first would close the worker, and the last would have tasks wait for
+    ever.
 
     Parameters
     ----------

@@ -27,9 +27,10 @@ class Recent:
 
     Notes
     -----
-    All values of which nothing is known wait here, so that a place takes eight bytes, and not the hundred of an ordered
-    dictionary. A proxy that is put in once more, or taken out, leaves its places behind, and only the last one of them
-    counts. How many it has is noted in its entry, as a negative number while it is not in. Amortised O(1).
+    All values of which nothing is known wait here, so that a place takes eight bytes, and not the
+    hundred of an ordered dictionary. A proxy that is put in once more, or taken out, leaves its
+    places behind, and only the last one of them counts. How many it has is noted in its entry, as a
+    negative number while it is not in. Amortised O(1).
     """
 
     def __init__(self, entries: Mapping[int, HasTurns]) -> None:

@@ -65,7 +65,7 @@ class Records:
         self._redundant: OrderedDict[int, None] = OrderedDict()
         self._redundant_nbytes = 0
 
-    # -- a record is going to be written -------------------------------------------------------------
+    # -- a record is going to be written -----------------------------------------------------------
 
     def reserve(self, entry: Entry, nbytes: int) -> bool:
         """Charge `nbytes` for the record of a value that is being spilled. Returns False if the quota forbids it.
@@ -108,7 +108,7 @@ class Records:
             self.give_up(self._entries[next(iter(self._redundant))])
             self._counters.records_reclaimed += 1
 
-    # -- a record is there ---------------------------------------------------------------------------
+    # -- a record is there -------------------------------------------------------------------------
 
     def enter(self, entry: Entry, nbytes: int) -> None:
         """A new value is on disk, in a record of `nbytes`."""
@@ -130,7 +130,7 @@ class Records:
             del self._redundant[entry.pid]
             self._redundant_nbytes -= entry.disk_nbytes
 
-    # -- a record goes -------------------------------------------------------------------------------
+    # -- a record goes -----------------------------------------------------------------------------
 
     def unwritten(self, entry: Entry) -> None:
         """The record of a value that was being spilled did not come to be."""

@@ -1,8 +1,9 @@
 """Which parts of large, equal pieces of memory (*slabs*) are free: by halves, as buddies.
 
-A block has a power of two of bytes and lies at a multiple of them, so the other half of its parent, its *buddy*, is
-found by one operation, and whenever both are free they are one again. What is asked for is put together from a few
-blocks: whole slabs, and powers of two for the rest, so that at most an eighth is lost.
+A block has a power of two of bytes and lies at a multiple of them, so the other half of its parent,
+its *buddy*, is found by one operation, and whenever both are free they are one again. What is asked
+for is put together from a few blocks: whole slabs, and powers of two for the rest, so that at most
+an eighth is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Slabs:
     used_nbytes
         Bytes of blocks that are taken.
     peak_nbytes
-        The most that they were since :meth:`unneeded` was asked; all there is, if that was not enough.
+        The most that they were since :meth:`unneeded` was asked; all there is, if that was not
+        enough.
 
     Notes
     -----

@@ -2,7 +2,8 @@
 
 This module covers:
 
-- what becomes of a value when keys are stored, shared, overwritten and deleted, in any order, and while it is used;
+- what becomes of a value when keys are stored, shared, overwritten and deleted, in any order, and
+  while it is used;
 - how the parts of the core are put together: every event enters here.
 
 The decisions are made by the parts:
@@ -18,8 +19,9 @@ It does *not* cover:
 - values, bytes, files, threads: :mod:`gpuspill.manager` acts on the decisions;
 - what a key means, tasks and their inputs: :mod:`gpuspill.distributed`.
 
-What must happen outside after an event is collected in :class:`~gpuspill.core.effects.Effects`; the caller takes them
-with :meth:`Effects.take <gpuspill.core.effects.Effects.take>` before it lets go of its lock, and performs them after.
+What must happen outside after an event is collected in :class:`~gpuspill.core.effects.Effects`; the
+caller takes them with :meth:`Effects.take <gpuspill.core.effects.Effects.take>` before it lets go
+of its lock, and performs them after.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class SpillState:
     keep_clean
         Keep the record of a restored value, so that evicting it again is not a write.
     small_below
-        ``small_below(limit)`` tells below how many bytes a value is small, and so a victim only if no other can go; see
-        :func:`gpuspill.core.eviction_queue.small_below`.
+        ``small_below(limit)`` tells below how many bytes a value is small, and so a victim only if
+        no other can go; see :func:`gpuspill.core.eviction_queue.small_below`.
     policy
         Makes the eviction policy from the table of values; None: :class:`~gpuspill.core.policy.NextUsePolicy`.
     block_nbytes
@@ -142,7 +144,8 @@ class SpillState:
         spillable
             Whether it may leave memory.
         parts
-            Proxies in memory of what it keeps alive, each once. They are no victims while it is in memory.
+            Proxies in memory of what it keeps alive, each once. They are no victims while it is in
+            memory.
         apart_nbytes
             Bytes it takes when it comes back, which it does without them.
 
@@ -176,15 +179,17 @@ class SpillState:
     def reserve_below(self, nbytes: int) -> Reservation | None:
         """A record is going to be written of a value that never is in memory.
 
-        Returns None if there is no room for it, see :meth:`Records.promise <gpuspill.core.records.Records.promise>`.
-        Ends in :meth:`settle_below`, or, if it was not written, in ``disk.release``, which is idempotent.
+        Returns None if there is no room for it, see :meth:`Records.promise
+        <gpuspill.core.records.Records.promise>`. Ends in :meth:`settle_below`, or, if it was not
+        written, in ``disk.release``, which is idempotent.
         """
         return self._records.promise(nbytes)
 
     def settle_below(self, reservation: Reservation, key: Hashable, nbytes: int, disk_nbytes: int) -> int | None:
         """That record is written: the value enters, as by :meth:`insert_below`.
 
-        Returns None, and nothing enters, if the record is so much larger than was reserved that it is over the quota.
+        Returns None, and nothing enters, if the record is so much larger than was reserved that it
+        is over the quota.
         """
         self.disk.release(reservation)
         if self._records.exceeded(disk_nbytes):
@@ -354,14 +359,14 @@ class SpillState:
         Parameters
         ----------
         held, blocked
-            How many at most of those that somebody held, and of those that could not be written, longest
-            set aside first, so that a call stays short with any number of values.
+            How many at most of those that somebody held, and of those that could not be written,
+            longest set aside first, so that a call stays short with any number of values.
         """
         self.candidates.retry(held, blocked)
         # Once: between the two, those who wait would be let go although there are candidates again.
         self.room.balance()
 
-    # -- moves that take too long --------------------------------------------------------------------
+    # -- moves that take too long ------------------------------------------------------------------
 
     def stall_spill(self, pid: int) -> None:
         """A spill in flight takes too long: nobody waits for it any more, and others go instead. Idempotent.

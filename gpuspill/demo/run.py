@@ -42,8 +42,8 @@ class Size:
     blocks, block
         Of the array, see :class:`~gpuspill.demo.arrays.ArrayJob`.
     timeout
-        Seconds that one run of one job may take. Stock spilling may not finish at all if the shuffle's memory, of
-        which it knows nothing, fills the worker; see :func:`demonstrate`.
+        Seconds that one run of one job may take. Stock spilling may not finish at all if the
+        shuffle's memory, of which it knows nothing, fills the worker; see :func:`demonstrate`.
     config
         Dask settings in force in all arms.
     """
@@ -202,7 +202,8 @@ def _run(job: DemoJob, arm: Arm, size: Size, patience: float, expected: Answers,
     shape = ClusterShape(workers=2, threads=1, memory_limit=size.limit)
     with (
         dask.config.set(dict(size.config)),
-        # The workers' warnings would be printed into the picture; what they are about is in the table.
+        # The workers' warnings would be printed into the picture; what they are about is in the
+        # table.
         open_cluster(arm, shape, watch=WatchPlugin(heartbeat=True), silence=logging.CRITICAL) as client,
     ):
         client.run(_import_libraries)

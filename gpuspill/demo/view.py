@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-calls=False
 """Shows a running cluster: what is in which tier, what moves, and how long the workers' event loops stood still.
 
-In a terminal the picture is redrawn several times a second; elsewhere (a log file, CI) a line is printed every few
-seconds.
+In a terminal the picture is redrawn several times a second; elsewhere (a log file, CI) a line is
+printed every few seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class WorkerState:
     name, status
         As the scheduler has them.
     silent
-        Seconds since the worker was last heard of: a worker whose event loop stands still sends no heartbeats.
+        Seconds since the worker was last heard of: a worker whose event loop stands still sends no
+        heartbeats.
     process
         Resident memory, bytes.
     host, disk
@@ -176,7 +177,8 @@ class ClusterView:
     Parameters
     ----------
     client
-        Of the cluster; its workers publish their counters (:class:`~gpuspill.bench.watch.WatchPlugin`).
+        Of the cluster; its workers publish their counters
+        (:class:`~gpuspill.bench.watch.WatchPlugin`).
     console
         Where to show it.
     title

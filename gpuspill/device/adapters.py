@@ -290,9 +290,10 @@ class _Lending:
 
     A buffer that grows gets its new memory from the resource in force then.
 
-    A buffer calls its resource when it goes, and the resource calls functions of Python's. In a circle that is garbage
-    all of these go in any order, so until the buffer has gone others have to keep them: this does. The last few are
-    kept a little longer, since they are in the middle of that call.
+    A buffer calls its resource when it goes, and the resource calls functions of Python's. In a
+    circle that is garbage all of these go in any order, so until the buffer has gone others have to
+    keep them: this does. The last few are kept a little longer, since they are in the middle of
+    that call.
     """
 
     def __init__(self) -> None:

@@ -152,7 +152,8 @@ class ArrayAdapter(ABC):
         Returns
         -------
         tuple or None
-            As ``__reduce__`` returns it, of names of the library and of Python: others without gpuspill may read it.
+            As ``__reduce__`` returns it, of names of the library and of Python: others without
+            gpuspill may read it.
         """
         return None
 

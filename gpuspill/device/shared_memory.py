@@ -1,12 +1,14 @@
 """Which host memory a value keeps alive, by NumPy's public API.
 
-A view keeps all of the array alive that it looks at. So does a container with what is in it, and others may have that
-as well. Memory is told by the array at the end of the chain of views: an object, which is alive as long as a view is.
+A view keeps all of the array alive that it looks at. So does a container with what is in it, and
+others may have that as well. Memory is told by the array at the end of the chain of views: an
+object, which is alive as long as a view is.
 
 A data frame of pandas is a container of such arrays, its blocks; so is a series.
 
-What is not told: arrays on memory of something else than an array (bytes, a mapped file, Arrow's strings), of
-subclasses, and of types that hold objects or records. They are charged for what they show.
+What is not told: arrays on memory of something else than an array (bytes, a mapped file, Arrow's
+strings), of subclasses, and of types that hold objects or records. They are charged for what they
+show.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ __all__ = ["SharedMemory", "blocks", "shared_memory"]
 
 #: Arrays that keep less alive are not looked after one by one.
 SMALL_NBYTES: Final = 4096
-#: How many objects in a container are looked at, and how many blocks of a data frame; nothing is in larger containers.
-#: It bounds the time that storing takes.
+#: How many objects in a container are looked at, and how many blocks of a data frame; nothing is in
+#: larger containers. It bounds the time that storing takes.
 _MANY: Final = 64
 _CONTAINERS: Final = identities(list, tuple, dict)
 
@@ -35,9 +37,11 @@ class SharedMemory(NamedTuple):
     owners
         The arrays whose memory it is, each once, and their sizes in bytes.
     covered
-        Bytes of the value that lie in them, as its size counts them: an array that is in it twice, twice.
+        Bytes of the value that lie in them, as its size counts them: an array that is in it twice,
+        twice.
     fixed
-        Whether no other value that has them can change it: it consists of pandas' frames, which are copied on write.
+        Whether no other value that has them can change it: it consists of pandas' frames, which are
+        copied on write.
     """
 
     owners: list[tuple[Any, int]]
@@ -55,8 +59,8 @@ def shared_memory(value: Any, minimum: int = SMALL_NBYTES) -> SharedMemory | Non
 
     Notes
     -----
-    Never raises, runs no code of the value's, and takes a few microseconds at most, next to nothing for what is neither
-    an array, a data frame, nor a list, tuple or dictionary.
+    Never raises, runs no code of the value's, and takes a few microseconds at most, next to nothing
+    for what is neither an array, a data frame, nor a list, tuple or dictionary.
     """
     kind = type(value)
     numpy: Any = sys.modules.get("numpy")
@@ -94,7 +98,8 @@ def _is_frame(kind: type) -> bool:
 def blocks(frame: Any) -> list[Any]:
     """Return the arrays that a data frame or a series of pandas is made of, as they are.
 
-    pandas has no public name for them: its methods copy where types differ, or take some microseconds a column.
+    pandas has no public name for them: its methods copy where types differ, or take some
+    microseconds a column.
     """
     try:
         return [getattr(array, "asi8", array) for array in frame._mgr.arrays]  # times are numbers

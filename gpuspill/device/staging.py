@@ -1,9 +1,10 @@
 """Copies of any size between a device and ordinary host memory.
 
-They go in pieces, so that others come in between; by way of pinned memory if the device's plan says so. Then a thread
-moves bytes between pinned and ordinary memory while the device moves the next ones: two buffers for each copy under
-way, and two copies under way in each direction. What goes on to somewhere else (to disk) goes there from two such
-buffers, and is never in host memory as a whole.
+They go in pieces, so that others come in between; by way of pinned memory if the device's plan says
+so. Then a thread moves bytes between pinned and ordinary memory while the device moves the next
+ones: two buffers for each copy under way, and two copies under way in each direction. What goes on
+to somewhere else (to disk) goes there from two such buffers, and is never in host memory as a
+whole.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Copier:
 
     Notes
     -----
-    Thread-safe; no lock is held during a copy. The methods block until everything is done, also if they raise: neither
-    end is in use any more. They do not hold the interpreter's lock while bytes move.
+    Thread-safe; no lock is held during a copy. The methods block until everything is done, also if
+    they raise: neither end is in use any more. They do not hold the interpreter's lock while bytes
+    move.
     """
 
     def __init__(self, device: Device, plan: CopyPlan | None = None) -> None:
@@ -107,8 +109,8 @@ class Copier:
     def onward(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
         """Copy an allocation, whose producer was observed, in pieces that `sink` is called with, in order.
 
-        While it has one, the next one is copied. It may keep a piece no longer than the call lasts; what it raises ends
-        the copy and is passed on.
+        While it has one, the next one is copied. It may keep a piece no longer than the call lasts;
+        what it raises ends the copy and is passed on.
 
         Raises
         ------
@@ -128,7 +130,8 @@ class Copier:
 
         nbytes = allocation.nbytes
         chunk = min(_ONWARD, (self._plan or device.plan()).chunk_nbytes)
-        # Pinned even if copies to ordinary memory are as fast: copies to that may make the caller wait.
+        # Pinned even if copies to ordinary memory are as fast: copies to that may make the caller
+        # wait.
         with self._lanes["onward"].lend(CopyPlan(chunk, staged=nbytes > 0)) as buffers:
             while len(buffers) < _BUFFERS:
                 buffers.append(np.empty(min(chunk, nbytes), np.uint8))
@@ -238,7 +241,8 @@ def _copy(
         while pending:
             finish()
     except BaseException:
-        # Neither end may go, nor the staging between them, while a copy that was enqueued is under way.
+        # Neither end may go, nor the staging between them, while a copy that was enqueued is under
+        # way.
         for event, _, _ in pending:
             with suppress(DeviceError):
                 event.wait()
@@ -258,7 +262,8 @@ class _Lanes:
     def lend(self, plan: CopyPlan) -> Iterator[list[HostArray]]:
         """Wait for a lane and lend its buffers for the length of the block; none if they are not to be used or had.
 
-        The holder of a lane waits for nothing but a disk, so every caller that waits for a lane gets it.
+        The holder of a lane waits for nothing but a disk, so every caller that waits for a lane
+        gets it.
         """
         if not plan.staged:
             yield []
@@ -299,7 +304,8 @@ def probe(device: Device, now: Callable[[], float] = time.perf_counter) -> CopyP
     Returns
     -------
     CopyPlan
-        The smallest piece that is about as fast as the fastest, by way of pinned memory unless that is slower.
+        The smallest piece that is about as fast as the fastest, by way of pinned memory unless that
+        is slower.
 
     Raises
     ------
@@ -322,7 +328,8 @@ def probe(device: Device, now: Callable[[], float] = time.perf_counter) -> CopyP
         copier = Copier(device, plan)
         try:
             copier.to_host(allocation, _fresh())  # the buffers for staging are made
-            # To pages that the system has yet to find: so are those that what leaves goes to, if they are not pinned.
+            # To pages that the system has yet to find: so are those that what leaves goes to, if
+            # they are not pinned.
             fresh = _fresh()
             start = now()
             copier.to_host(allocation, fresh)

@@ -1,6 +1,7 @@
 """The integration with distributed: the only package that imports it.
 
-Imports nothing by itself: the ``dask`` command needs :mod:`~gpuspill.distributed.dask_cuda` alone, at every start.
+Imports nothing by itself: the ``dask`` command needs :mod:`~gpuspill.distributed.dask_cuda` alone,
+at every start.
 
 ============================================  ============================================================
 :mod:`~gpuspill.distributed.attach`           switching it on: the one thing behind all ways

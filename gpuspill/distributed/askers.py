@@ -1,7 +1,8 @@
 """Those on a worker who ask for room: how urgent they are, and which of them may wait for others.
 
-The core serves the most urgent first (:mod:`gpuspill.core.line`). A task is as urgent as distributed says. A transfer
-is as urgent as the most urgent task that waits for it, and that may change while it waits for room.
+The core serves the most urgent first (:mod:`gpuspill.core.line`). A task is as urgent as
+distributed says. A transfer is as urgent as the most urgent task that waits for it, and that may
+change while it waits for room.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Askers:
     Parameters
     ----------
     urgency
-        ``urgency(keys, source)``: how urgent it is that the values of some keys come from another worker.
+        ``urgency(keys, source)``: how urgent it is that the values of some keys come from another
+        worker.
     soon
         Calls a function on the event loop, soon.
 
@@ -44,7 +46,7 @@ class Askers:
         self.jobs: dict[Hashable, TaskInputs] = {}
         self._transfers: dict[Admission, tuple[Collection[Hashable], str]] = {}
 
-    # -- transfers -----------------------------------------------------------------------------------
+    # -- transfers ---------------------------------------------------------------------------------
 
     async def wait(self, admission: Admission, keys: Collection[Hashable], source: str) -> None:
         """Wait for room for a transfer of `keys` from a worker. It may become more urgent meanwhile."""
@@ -66,7 +68,7 @@ class Askers:
             if not admission.granted:
                 self._manager.admission.improve(admission, self._urgency(keys, source))
 
-    # -- tasks ---------------------------------------------------------------------------------------
+    # -- tasks -------------------------------------------------------------------------------------
 
     def seceded(self, key: Hashable) -> None:
         """A task has left its thread to others. It may do nothing for long, and wait for tasks that it made."""

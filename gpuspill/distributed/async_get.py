@@ -72,8 +72,8 @@ def _resolved(source: Future[dict[Hashable, Any]], tier: DeviceTier) -> Future[d
             tier.resolve_later(source.result()).add_done_callback(copy)
 
     source.add_done_callback(found)
-    # Futures keep their callbacks when they are done. One that knew the other both ways would keep the values, and what
-    # they have on the device, until the garbage collector comes.
+    # Futures keep their callbacks when they are done. One that knew the other both ways would keep
+    # the values, and what they have on the device, until the garbage collector comes.
     asked = weakref.ref(source)
     result.add_done_callback(lambda _: _cancel(asked()))
     return result

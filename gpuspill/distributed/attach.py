@@ -60,28 +60,30 @@ def attach(worker: Any, **options: object) -> SpillStore:
     Parameters
     ----------
     worker
-        A ``distributed.Worker``, running or not, in this process. Has to be called on its event loop.
+        A ``distributed.Worker``, running or not, in this process. Has to be called on its event
+        loop.
     **options
-        See :class:`~gpuspill.config.Settings`. On a worker that is attached already they take the place of the
-        options in force, except for those that are built into its store.
+        See :class:`~gpuspill.config.Settings`. On a worker that is attached already they take the
+        place of the options in force, except for those that are built into its store.
 
     Returns
     -------
     SpillStore
-        ``worker.data`` from now on. Values that the worker has are taken over; those that are spilled stay on
-        disk until they are needed.
+        ``worker.data`` from now on. Values that the worker has are taken over; those that are
+        spilled stay on disk until they are needed.
 
     Raises
     ------
     ConfigError
-        An option cannot be used, the worker's data is of a kind that cannot be taken over, or this Python runs without
-        its global lock. Nothing was changed.
+        An option cannot be used, the worker's data is of a kind that cannot be taken over, or this
+        Python runs without its global lock. Nothing was changed.
     StorageError
         The spill directory cannot be used. Nothing was changed.
 
     Notes
     -----
-    Does not await, so no task or transfer of the worker comes in between. Does no I/O but to make a directory.
+    Does not await, so no task or transfer of the worker comes in between. Does no I/O but to make a
+    directory.
     """
     attachment: Attachment | None = getattr(worker, "_gpuspill", None)
     if attachment is not None:
@@ -197,14 +199,15 @@ def data(**options: object) -> tuple[Callable[..., SpillStore], dict[str, Any]]:
     Parameters
     ----------
     **options
-        See :class:`~gpuspill.config.Settings`; checked here, and read again from the configuration of each
-        worker's process.
+        See :class:`~gpuspill.config.Settings`; checked here, and read again from the configuration
+        of each worker's process.
 
     Raises
     ------
     ConfigError
-        An option cannot be used, no worker can know what ``distributed.worker.memory.spill-compression`` names,
-        ``eviction_policy`` makes no policy (one is made to see), or this Python runs without its global lock.
+        An option cannot be used, no worker can know what
+        ``distributed.worker.memory.spill-compression`` names, ``eviction_policy`` makes no policy
+        (one is made to see), or this Python runs without its global lock.
 
     Examples
     --------

@@ -30,8 +30,9 @@ __all__ = ["SENDING_NBYTES", "Attachment"]
 
 logger = logging.getLogger("gpuspill")
 
-#: Bytes that may be read from disk for sending and not be written to the network yet: enough for one request of the
-#: size that distributed asks for (``distributed.worker.transfer.message-bytes-limit``, 50 MB).
+#: Bytes that may be read from disk for sending and not be written to the network yet: enough for
+#: one request of the size that distributed asks for
+#: (``distributed.worker.transfer.message-bytes-limit``, 50 MB).
 SENDING_NBYTES = 64 * 2**20
 
 #: Of a task that reads more than one value.
@@ -59,8 +60,8 @@ class Attachment:
 
     Notes
     -----
-    Used on the event loop. While everything is in memory and memory is at most half full it costs a comparison or
-    two.
+    Used on the event loop. While everything is in memory and memory is at most half full it costs a
+    comparison or two.
     """
 
     def __init__(self, worker: Any, store: SpillStore, settings: Settings) -> None:
@@ -110,7 +111,8 @@ class Attachment:
             internals.max_spill(self._worker, settings),
             disk_limit_from=f"{'distributed.worker.memory' if settings.max_spill == 'auto' else 'gpuspill'}.max-spill",
         )
-        # What the tasks that have just ended read: the scheduler's word to give it up is on its way.
+        # What the tasks that have just ended read: the scheduler's word to give it up is on its
+        # way.
         self.store.manager.limits.set_grace(_INPUTS * 2 * self._threads)
         tier = self.store.tier
         if tier is not None:
@@ -169,8 +171,8 @@ class Attachment:
         ):
             return None
         self.hints.follow()
-        # One that was released while the task was being cancelled: distributed finds out by itself, but may first come
-        # across others, which must not be read on the event loop.
+        # One that was released while the task was being cancelled: distributed finds out by itself,
+        # but may first come across others, which must not be read on the event loop.
         inputs = [name for name in inputs if name in manager]
         try:
             admission = yield from manager.admission.admit_in_pieces(key, inputs, expected, order=order)
@@ -245,7 +247,8 @@ class Attachment:
     def _for_sending(self) -> int:
         """Bytes that are being sent, and those that lately were and wait to be used again: nothing is evicted for them.
 
-        That is no more than what leaves the process well below the point at which distributed pauses the worker.
+        That is no more than what leaves the process well below the point at which distributed
+        pauses the worker.
         """
         lately = self.window.lately()
         if not (lately or self.window.used):

@@ -50,8 +50,8 @@ class _Tracing(_Unpickler):  # type: ignore[misc]
 def culprit_of(frames: Sequence[Any]) -> Named | None:
     """Return which class or function fails to make a value from the frames of a pickle; None if that is not clear.
 
-    Runs the code of the value's types once more. None for what belongs to Python or to a library through which any
-    value goes: it is not to blame.
+    Runs the code of the value's types once more. None for what belongs to Python or to a library
+    through which any value goes: it is not to blame.
     """
     tracing = _Tracing(io.BytesIO(frames[0]), buffers=frames[1:])
     try:

@@ -1,11 +1,11 @@
 """The dashboard's page ``/gpuspill``, on workers and on the scheduler.
 
 A worker gets it by itself where it has a dashboard. A scheduler gets it by :class:`MonitorPlugin`
-(``client.register_plugin(gpuspill.MonitorPlugin())``) or by ``dask scheduler --preload gpuspill``: that is the only
-thing for which a scheduler needs gpuspill.
+(``client.register_plugin(gpuspill.MonitorPlugin())``) or by ``dask scheduler --preload gpuspill``:
+that is the only thing for which a scheduler needs gpuspill.
 
-Names of distributed's dashboard that are not documented stand here only; ``tests/distributed/test_dashboard.py`` says
-which one has gone.
+Names of distributed's dashboard that are not documented stand here only;
+``tests/distributed/test_dashboard.py`` says which one has gone.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class SpillingPage:
 
     Notes
     -----
-    Used on the event loop. :meth:`update` is O(workers) and does no I/O: what was shown before is not made again.
-    Now and then it is O(keys), unless there are very many.
+    Used on the event loop. :meth:`update` is O(workers) and does no I/O: what was shown before is
+    not made again. Now and then it is O(keys), unless there are very many.
     """
 
     def __init__(self, source: PageSource) -> None:
@@ -170,7 +170,7 @@ class SpillingPage:
             sizing_mode="stretch_width",
         )
 
-    # -- what it is made of --------------------------------------------------------------------------
+    # -- what it is made of ------------------------------------------------------------------------
 
     def _tiers_figure(self) -> tuple[Any, Any]:
         from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
@@ -275,7 +275,7 @@ class SpillingPage:
         )
         return data, column(Div(text=f"<b>{title}</b>"), table, sizing_mode="stretch_width", min_width=320)
 
-    # -- what it shows -------------------------------------------------------------------------------
+    # -- what it shows -----------------------------------------------------------------------------
 
     def update(self) -> None:
         """Show the numbers of now."""
@@ -418,9 +418,9 @@ class MonitorPlugin(SchedulerPlugin):
 
     Notes
     -----
-    ``dask scheduler --preload gpuspill`` does the same. The scheduler needs gpuspill for it, and Bokeh or
-    ``prometheus_client``, as for the rest of its dashboard; what is missing there is left out. Registering it again
-    does nothing.
+    ``dask scheduler --preload gpuspill`` does the same. The scheduler needs gpuspill for it, and
+    Bokeh or ``prometheus_client``, as for the rest of its dashboard; what is missing there is left
+    out. Registering it again does nothing.
     """
 
     name = "gpuspill-monitor"

@@ -1,7 +1,8 @@
 """How much workers of several processes mean to keep on one device, by notes that they leave for each other.
 
-Each worker has a limit, and none knows of the others: by default every one of them would fill four fifths of the same
-device. A note is a file, named by the device, the process and when that began; what a dead process left is removed.
+Each worker has a limit, and none knows of the others: by default every one of them would fill four
+fifths of the same device. A note is a file, named by the device, the process and when that began;
+what a dead process left is removed.
 """
 
 from __future__ import annotations

@@ -57,8 +57,9 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
     Raises
     ------
     ConfigError
-        The compression is unknown or not installed, the device or GPUDirect Storage cannot be had, or
-        ``gpuspill.store`` failed or made no store, or ``gpuspill.eviction-policy`` no policy. Nothing is left open.
+        The compression is unknown or not installed, the device or GPUDirect Storage cannot be had,
+        or ``gpuspill.store`` failed or made no store, or ``gpuspill.eviction-policy`` no policy.
+        Nothing is left open.
     StorageError
         The directory cannot be written to.
     """
@@ -75,7 +76,8 @@ def build_store(settings: Settings, directory: str, *, name: str = "0") -> Spill
         pool = BufferPool(settings.buffer_pool)
 
         def observe(label: str, value: float, unit: str, /) -> None:
-            # Stores of gpuspill's own tell of disk I/O themselves, without the time in codecs and checksums.
+            # Stores of gpuspill's own tell of disk I/O themselves, without the time in codecs and
+            # checksums.
             if not (tells and label.startswith("disk-")):
                 metrics(label, value, unit)
 

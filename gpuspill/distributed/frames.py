@@ -24,8 +24,9 @@ def statistics(client: Any, *, detail: bool = False) -> Any:
     client
         A ``distributed.Client``.
     detail
-        What is shown when the frame is printed or displayed: a few columns that answer questions, in readable units
-        and with a last row for all workers together; or, if true, every column as it is.
+        What is shown when the frame is printed or displayed: a few columns that answer questions,
+        in readable units and with a last row for all workers together; or, if true, every column as
+        it is.
 
     Returns
     -------
@@ -57,7 +58,8 @@ def require_pandas(who: str) -> Any:
 def ask_workers(client: Any, question: Callable[[Any], Any], combine: Callable[[dict[str, Any]], Any]) -> Any:
     """Run `question` on every worker and return what `combine` makes of the answers; awaitable if the client is.
 
-    An answer of None says that the worker has no gpuspill. If none has, the error says how to come by it.
+    An answer of None says that the worker has no gpuspill. If none has, the error says how to come
+    by it.
     """
 
     def finish(found: dict[str, Any]) -> Any:

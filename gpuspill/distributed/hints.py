@@ -1,7 +1,8 @@
 """What the worker's own tasks tell about the future: who reads what next.
 
-A worker knows the inputs and the priorities of the tasks it was given. That is enough to evict first what is
-needed last, and to read ahead what the next tasks need while the current ones compute.
+A worker knows the inputs and the priorities of the tasks it was given. That is enough to evict
+first what is needed last, and to read ahead what the next tasks need while the current ones
+compute.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ logger = logging.getLogger("gpuspill")
 #: ``upcoming(n)``: inputs of the `n` tasks that run next, in order.
 Upcoming = Callable[[int], Iterable[Iterable[Hashable]]]
 
-#: How many tasks to look at in one go when following begins: the event loop must not stand still for it.
+#: How many tasks to look at in one go when following begins: the event loop must not stand still
+#: for it.
 _CATCH_UP = 100
 
 _BEGINS = frozenset({"waiting"})
@@ -41,10 +43,11 @@ class Hints:
     uses
         Is told.
     needed
-        Whether it may matter now what is needed next. While it does not, the tasks are not followed at all.
+        Whether it may matter now what is needed next. While it does not, the tasks are not followed
+        at all.
     backlog
-        The tasks that have not ended yet and may read something; asked for when following begins, and gone through
-        bit by bit.
+        The tasks that have not ended yet and may read something; asked for when following begins,
+        and gone through bit by bit.
     inputs
         ``inputs(key)``: priority and inputs of a task, or None if it has no inputs or is not known.
     depth
@@ -59,8 +62,9 @@ class Hints:
     Attributes
     ----------
     transition
-        Absent until the tasks are followed. distributed calls of a plugin what it has, several times a task: that would
-        be a third of what a task costs while nothing has to be spilled, and is why this is no ``WorkerPlugin``.
+        Absent until the tasks are followed. distributed calls of a plugin what it has, several
+        times a task: that would be a third of what a task costs while nothing has to be spilled,
+        and is why this is no ``WorkerPlugin``.
 
     Notes
     -----
@@ -132,7 +136,8 @@ class Hints:
             elif finish in _COMES_CLOSE:
                 if self._uses.away and not self._reading_ahead and self.depth:
                     self._reading_ahead = True
-                    # Once for all tasks of one message, and not in the context of whichever task is finishing.
+                    # Once for all tasks of one message, and not in the context of whichever task is
+                    # finishing.
                     self._soon(self._read_ahead)
             elif finish in _ENDS:
                 self._forget(key)

@@ -1,8 +1,8 @@
 """Reading and steering the inside of a distributed worker.
 
-Together with :mod:`gpuspill.distributed.worker`, which holds what is overridden, this is all that gpuspill knows of
-distributed beyond its documented interface. Every name used here is one that a release of distributed may change;
-``tests/distributed/test_hooks.py`` says which one it was.
+Together with :mod:`gpuspill.distributed.worker`, which holds what is overridden, this is all that
+gpuspill knows of distributed beyond its documented interface. Every name used here is one that a
+release of distributed may change; ``tests/distributed/test_hooks.py`` says which one it was.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ _EXECUTED = frozenset({"executing", "long-running"})
 
 _RUNNING = (Status.running, Status.paused, Status.closing_gracefully)
 
-#: What workers with gpuspill tell each other when they connect; they understand each other if it is the same.
+#: What workers with gpuspill tell each other when they connect; they understand each other if it is
+#: the same.
 PROTOCOL_VERSION = 2
 
 
@@ -100,8 +101,8 @@ def next_use(worker: Any, key: Hashable) -> tuple[Order, tuple[Hashable, ...]] |
 def upcoming(worker: Any, count: int) -> Iterator[Iterable[Hashable]]:
     """Yield the inputs of the `count` tasks that run next, in the order of their priorities.
 
-    Walks down from the top of the heap of ready tasks: ``HeapSet.peekn`` sorts all of it, which takes
-    milliseconds for thousands of tasks.
+    Walks down from the top of the heap of ready tasks: ``HeapSet.peekn`` sorts all of it, which
+    takes milliseconds for thousands of tasks.
     """
     ready = worker.state.ready
     heap = ready._heap
@@ -120,14 +121,14 @@ def upcoming(worker: Any, count: int) -> Iterator[Iterable[Hashable]]:
 def urgency(worker: Any, keys: Iterable[Hashable], source: str | None = None) -> Order:
     """Return how urgent it is to have the values of some keys.
 
-    They are as urgent as the most urgent task here that waits for one of them. If no priority is known it is the empty
-    one, which goes before all others.
+    They are as urgent as the most urgent task here that waits for one of them. If no priority is
+    known it is the empty one, which goes before all others.
 
     Parameters
     ----------
     source
-        The worker that they come from. distributed asks a worker for one message at a time, so what else it is going
-        to be asked for waits for this one, too.
+        The worker that they come from. distributed asks a worker for one message at a time, so what
+        else it is going to be asked for waits for this one, too.
     """
     state = worker.state
     wanted = [ts for key in keys if (ts := state.tasks.get(key)) is not None]
@@ -147,8 +148,8 @@ def known_of(worker: Any, key: Hashable) -> tuple[int | None, str | None]:
     Returns
     -------
     nbytes
-        Its size in bytes. The worker knows it from the task's thread, or from the scheduler if the value comes from
-        another worker; else it is None.
+        Its size in bytes. The worker knows it from the task's thread, or from the scheduler if the
+        value comes from another worker; else it is None.
     prefix
         The kind of the task that has just returned it here; None if it came from elsewhere.
     """
@@ -215,9 +216,9 @@ async def _obtainable(worker: Any, key: Any) -> bool:
 async def _holds(worker: Any, address: str, key: Any) -> bool:
     """Ask another worker whether it has `key` and has not found it lost.
 
-    The scheduler does not know the latter. Of two workers that find the loss at once, each would give up its copy
-    for the other. Tasks that wait for a value without a copy and without a recipe break the scheduler
-    connection to the worker.
+    The scheduler does not know the latter. Of two workers that find the loss at once, each would
+    give up its copy for the other. Tasks that wait for a value without a copy and without a recipe
+    break the scheduler connection to the worker.
     """
     try:
         # A worker without gpuspill does not know the question, and answers None.
@@ -236,8 +237,9 @@ def forget_lost(worker: Any, key: Any) -> None:
 
     To be called on the event loop.
 
-    Tasks that are running have their inputs, or find out by themselves. Those that have not begun are released and
-    rescheduled; the scheduler computes the value anew, or sends them to where another copy is.
+    Tasks that are running have their inputs, or find out by themselves. Those that have not begun
+    are released and rescheduled; the scheduler computes the value anew, or sends them to where
+    another copy is.
     """
     ts = worker.state.tasks.get(key)
     if ts is None or ts.state != "memory":

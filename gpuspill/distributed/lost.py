@@ -12,8 +12,9 @@ __all__ = ["LostValue", "Poison"]
 class LostValue:
     """Stands on another worker for a value that is lost for good. Reading it from a store raises.
 
-    Distributed has no message by which a worker could tell the scheduler that data is lost and cannot be computed
-    again, so that what waits for it fails. So what waits gets this, and fails when it reads it.
+    Distributed has no message by which a worker could tell the scheduler that data is lost and
+    cannot be computed again, so that what waits for it fails. So what waits gets this, and fails
+    when it reads it.
     """
 
     def __init__(self, error: DataLostError) -> None:

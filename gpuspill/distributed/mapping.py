@@ -1,8 +1,9 @@
 """``Worker.data``: a mapping that spills.
 
-:class:`SpillStore` is correct on its own: ``store[key]`` is the plain object, in any thread that asks and
-it is on. What makes a worker fast is that the hooks in :mod:`gpuspill.distributed.worker` have read the value
-before anybody asks; where a hook is missing the result is the same, only the caller waits.
+:class:`SpillStore` is correct on its own: ``store[key]`` is the plain object, in any thread that
+asks and it is on. What makes a worker fast is that the hooks in :mod:`gpuspill.distributed.worker`
+have read the value before anybody asks; where a hook is missing the result is the same, only the
+caller waits.
 """
 
 from __future__ import annotations
@@ -74,18 +75,19 @@ class SpillStore(MutableMapping[Hashable, object]):
     records
         The manager's store, if it can take over spilled values.
     tier
-        Keeps what values have on a device, if there is one. The manager then has skeletons in the place of such values,
-        and keys of the tier's own, which are not shown here.
+        Keeps what values have on a device, if there is one. The manager then has skeletons in the
+        place of such values, and keys of the tier's own, which are not shown here.
 
     Attributes
     ----------
     on_store
-        ``on_store(key, value)`` is told of every value that is about to be stored decoded, and returns what the worker
-        believes to be its size, in bytes, or None. Asked before ``sizeof``, which takes 35 µs and more and would run on
-        the event loop; the worker knows because the task's thread measured it.
+        ``on_store(key, value)`` is told of every value that is about to be stored decoded, and
+        returns what the worker believes to be its size, in bytes, or None. Asked before ``sizeof``,
+        which takes 35 µs and more and would run on the event loop; the worker knows because the
+        task's thread measured it.
     passes_on
-        ``passes_on(key)``: whether what is about to be stored is what another key holds, and no user code had it in
-        hand. Else a record that there is of it no longer counts.
+        ``passes_on(key)``: whether what is about to be stored is what another key holds, and no
+        user code had it in hand. Else a record that there is of it no longer counts.
     has_lost_values
         Whether another worker sent word that a value is lost for good, and its key is still here.
     claims
@@ -100,8 +102,8 @@ class SpillStore(MutableMapping[Hashable, object]):
     loop's thread it is counted (:attr:`~gpuspill.manager.statistics.Statistics.loop_io`) and warned about; use
     :meth:`async_get` there.
 
-    It defines neither ``fast`` nor ``evict()``, by which distributed's memory monitor would spill on the event
-    loop; it is told of the process's memory through :meth:`set_offset` instead.
+    It defines neither ``fast`` nor ``evict()``, by which distributed's memory monitor would spill
+    on the event loop; it is told of the process's memory through :meth:`set_offset` instead.
     """
 
     def __init__(
@@ -145,7 +147,8 @@ class SpillStore(MutableMapping[Hashable, object]):
         if self._lost:
             self._lost.discard(key)
         if id(type(value)) in SCALARS:
-            # With as few calls as can be: this is what the smallest tasks return, by the hundred thousand.
+            # With as few calls as can be: this is what the smallest tasks return, by the hundred
+            # thousand.
             if self._estimated.nbytes or self._external.nbytes:
                 self._estimated.note(key, None)
                 self._external.note(key, None)
@@ -158,7 +161,8 @@ class SpillStore(MutableMapping[Hashable, object]):
             return
         if is_instance(value, LostValue):
             self._lost.add(key)
-            # A receiver has to get something else in its place, which would go unnoticed in a record.
+            # A receiver has to get something else in its place, which would go unnoticed in a
+            # record.
             self.manager.store(key, value, 0, spillable=False)
             return
         nbytes = None if self.on_store is None else self.on_store(key, value)
@@ -172,7 +176,8 @@ class SpillStore(MutableMapping[Hashable, object]):
         external = external_nbytes(value, externals) if externals else None
         self._external.note(key, external)
         if external is not None:
-            # It is not in our hands: nothing of it can be evicted, and nothing of it is in the host's memory.
+            # It is not in our hands: nothing of it can be evicted, and nothing of it is in the
+            # host's memory.
             nbytes = max(0, (measure(value) if nbytes is None else nbytes) - external)
         touched = self.passes_on is None or not self.passes_on(key)
         if self.tier is not None:
@@ -359,23 +364,23 @@ class SpillStore(MutableMapping[Hashable, object]):
         keys
             Any number of keys.
         missing
-            ``"raise"``: awaiting raises KeyError if a key is absent when this is called. ``"omit"``: absent
-            keys are left out.
+            ``"raise"``: awaiting raises KeyError if a key is absent when this is called.
+            ``"omit"``: absent keys are left out.
         order
-            How urgent it is, as the priority of a task: the values may have to wait for room in memory. Smaller is
-            sooner; the default goes before all others.
+            How urgent it is, as the priority of a task: the values may have to wait for room in
+            memory. Smaller is sooner; the default goes before all others.
 
         Returns
         -------
         awaitable of dict
-            A future that is done already when all values are in memory. Cancelling it stops the wait and
-            nothing else.
+            A future that is done already when all values are in memory. Cancelling it stops the
+            wait and nothing else.
 
         Raises
         ------
         KeyError
-            When awaited; see `missing`. A key that was set before is never absent, one that was deleted before
-            always is. A key that is deleted while its value is read is delivered.
+            When awaited; see `missing`. A key that was set before is never absent, one that was
+            deleted before always is. A key that is deleted while its value is read is delivered.
         DataLostError
             When awaited: a value was on disk and cannot be read back.
         """
@@ -432,7 +437,8 @@ class SpillStore(MutableMapping[Hashable, object]):
     def story(self, key: Hashable) -> list[Event]:
         """Return what became of the values that `key` has had, as far as they left a tier; the oldest event first.
 
-        Events of what they have on a device are among them. The last few thousand of the store are kept.
+        Events of what they have on a device are among them. The last few thousand of the store are
+        kept.
         """
         events = self.manager.story(key)
         value = self.manager.look(key)
@@ -450,7 +456,8 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.tier.close()
         self.manager.close()
         if self.tier is not None:
-            # What the threads that have just ended let go of last: no thread comes by any more to notice.
+            # What the threads that have just ended let go of last: no thread comes by any more to
+            # notice.
             self.tier.settle()
         if self.pool is not None:
             self.pool.close()

@@ -1,16 +1,18 @@
 """What the worker's memory settings mean for a store, and keeping the store honest about real memory.
 
-``distributed.worker.memory`` has two thresholds for spilling, both fractions of the worker's memory limit.
-``target`` is about *managed* memory, what ``sizeof`` says of the values; ``spill`` is about the memory of the
-*process*, which holds more: results of running tasks, leaks, fragments, whatever libraries keep. A store
-compares one number with one limit, so the second threshold becomes an *offset* to the first number:
+``distributed.worker.memory`` has two thresholds for spilling, both fractions of the worker's memory
+limit. ``target`` is about *managed* memory, what ``sizeof`` says of the values; ``spill`` is about
+the memory of the *process*, which holds more: results of running tasks, leaks, fragments, whatever
+libraries keep. A store compares one number with one limit, so the second threshold becomes an
+*offset* to the first number:
 
     values + promises + offset <= limit        offset = process - (values + promises) - (spill - target) x
     memory limit
 
 which says ``process <= spill x memory limit`` in other words whenever the offset counts.
 
-This module does *not* cover ``pause`` and ``terminate``; distributed's own memory monitors go on with those.
+This module does *not* cover ``pause`` and ``terminate``; distributed's own memory monitors go on
+with those.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Thresholds:
     target, spill
         Fractions of `memory_limit`; False (or None or 0) switches the threshold off.
     host_limit
-        Bytes of values to keep in memory, in the place of what `target` says; None for no such limit.
+        Bytes of values to keep in memory, in the place of what `target` says; None for no such
+        limit.
     """
 
     memory_limit: int | None
@@ -72,14 +75,15 @@ class Thresholds:
         process
             Memory of the process, bytes.
         accounted
-            Values in memory plus promises, bytes. Promises are included because what a running task was promised is,
-            more and more as it runs, also memory of the process; counting it twice would spill for nothing.
+            Values in memory plus promises, bytes. Promises are included because what a running task
+            was promised is, more and more as it runs, also memory of the process; counting it twice
+            would spill for nothing.
 
         Returns
         -------
         int
-            Never negative while there is a limit for values alone. Without one it is what makes the sum the memory of
-            the process, which may be less than what ``sizeof`` claims.
+            Never negative while there is a limit for values alone. Without one it is what makes the
+            sum the memory of the process, which may be less than what ``sizeof`` claims.
         """
         limit = self.limit
         if not self.memory_limit or not self.spill or limit is None:
@@ -122,25 +126,28 @@ class MemoryFollower:
 
     Notes
     -----
-    :meth:`update` is to be called regularly on one thread; it takes microseconds. Between two calls, buffers of the
-    pool go back and forth between values and idleness, and a new value may arrive before an old one's buffer is back:
-    what was idle at most in the last :attr:`REMEMBERED` calls is room that the process will need again.
+    :meth:`update` is to be called regularly on one thread; it takes microseconds. Between two
+    calls, buffers of the pool go back and forth between values and idleness, and a new value may
+    arrive before an old one's buffer is back: what was idle at most in the last :attr:`REMEMBERED`
+    calls is room that the process will need again.
 
-    When much was evicted or deleted and the process is still too large, memory that was freed may not have gone back to
-    the system: allocators keep fragments. Then the allocators are asked to return it, and if that was not enough, the
-    garbage collector runs, both on another thread and both rarely.
+    When much was evicted or deleted and the process is still too large, memory that was freed may
+    not have gone back to the system: allocators keep fragments. Then the allocators are asked to
+    return it, and if that was not enough, the garbage collector runs, both on another thread and
+    both rarely.
     """
 
     #: Calls of :meth:`update` for which it counts how much was idle in the pool.
     REMEMBERED = 20
     #: Most room to leave for that, as a share of the worker's memory.
     POOL_SHARE = 1 / 16
-    #: Bytes that left and by which the process did not shrink, before allocators are asked; asking is not free.
+    #: Bytes that left and by which the process did not shrink, before allocators are asked; asking
+    #: is not free.
     TRIM_AFTER_NBYTES = 32 * 2**20
     #: Seconds between two requests to the allocators.
     TRIM_INTERVAL = 2.0
-    #: The collector holds the interpreter while it runs, the event loop included; it gets this share of the
-    #: time at most.
+    #: The collector holds the interpreter while it runs, the event loop included; it gets this
+    #: share of the time at most.
     COLLECT_SHARE = 0.01
     #: Seconds between two collections, whatever they cost.
     COLLECT_INTERVAL = 10.0
@@ -212,7 +219,8 @@ class MemoryFollower:
         evicted = self._evicted()
         if now - self._trimmed_at < self.TRIM_INTERVAL:
             return
-        # What was evicted counts twice if nothing came in its place; what was deleted, or parked and given up, once.
+        # What was evicted counts twice if nothing came in its place; what was deleted, or parked
+        # and given up, once.
         if max(evicted - self._evicted_at_trim, self._deleted) >= self.TRIM_AFTER_NBYTES:
             self._trimmed_at, self._evicted_at_trim, self._deleted = now, evicted, 0
             self._start(self._trim)

@@ -23,7 +23,8 @@ LABELS = frozenset(
     }
 )
 
-#: Time that a task waited for admission. Not part of the totals: ``SpillBuffer`` has no such number.
+#: Time that a task waited for admission. Not part of the totals: ``SpillBuffer`` has no such
+#: number.
 WAIT = "gpuspill-wait"
 
 #: Units that distributed's Prometheus collector accepts; it fails on others.
@@ -33,12 +34,14 @@ _UNITS = frozenset({"seconds", "bytes", "count"})
 class Metrics:
     """Adds up what a manager reports, and passes it on to what is metered in the current context.
 
-    Only what ``SpillBuffer`` has too; a store knows more about itself, see its statistics. What is metered is the task
-    or the transfer on whose behalf the work was done. Thread-safe; called in the thread that did the work.
+    Only what ``SpillBuffer`` has too; a store knows more about itself, see its statistics. What is
+    metered is the task or the transfer on whose behalf the work was done. Thread-safe; called in
+    the thread that did the work.
     """
 
     def __init__(self) -> None:
-        # No lock that anybody waits for: a finaliser may use the store, and report, at any point of this.
+        # No lock that anybody waits for: a finaliser may use the store, and report, at any point of
+        # this.
         self._adding = threading.Lock()
         self._reports: deque[tuple[tuple[str, str], float]] = deque()
         self._totals: defaultdict[tuple[str, str], float] = defaultdict(int)

@@ -1,6 +1,7 @@
 """Rare events that a user can act on: what gpuspill warns of in a worker's log is told to clients, too.
 
-``client.get_events("gpuspill")`` returns them, and ``client.subscribe_topic("gpuspill", handler)`` hears of each.
+``client.get_events("gpuspill")`` returns them, and ``client.subscribe_topic("gpuspill", handler)``
+hears of each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _LOGGER: Final = "gpuspill"
 class _Forwarder(logging.Handler):
     """Tells the scheduler of warnings, through one of the workers of this process.
 
-    One, and not each: a record of Python's logging says nothing of the worker that it is about, beyond its text.
+    One, and not each: a record of Python's logging says nothing of the worker that it is about,
+    beyond its text.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,8 @@ class _Forwarder(logging.Handler):
             loop = self._workers[worker]
             message = {"level": record.levelname, "message": record.getMessage()}
             try:
-                # On the loop: warnings come from any thread, and the connection to the scheduler belongs to the loop.
+                # On the loop: warnings come from any thread, and the connection to the scheduler
+                # belongs to the loop.
                 loop.add_callback(worker.log_event, TOPIC, message)
             except RuntimeError:  # that loop was closed
                 continue
@@ -48,8 +51,9 @@ class _Forwarder(logging.Handler):
 def forward_warnings(worker: Any, loop: Any) -> None:
     """Tell the clients of a worker's cluster of the warnings of this process. `loop` is the worker's event loop.
 
-    They are printed as distributed's own messages are, unless the program has set up logging: so `silence_logs` of a
-    cluster, which sets the level of distributed's handlers, counts for them, too.
+    They are printed as distributed's own messages are, unless the program has set up logging: so
+    `silence_logs` of a cluster, which sets the level of distributed's handlers, counts for them,
+    too.
     """
     _forwarder().add(worker, loop)
     logger = logging.getLogger(_LOGGER)

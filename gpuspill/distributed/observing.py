@@ -1,7 +1,8 @@
 """What the scheduler knows of the workers' stores, taken now and then by a client: for ``top`` and for reports.
 
-The workers' heartbeats bring the statistics to the scheduler, so it needs no gpuspill. A worker is asked only at the
-beginning and at the end of a recording: what it did since its last heartbeat belongs to the run as well.
+The workers' heartbeats bring the statistics to the scheduler, so it needs no gpuspill. A worker is
+asked only at the beginning and at the end of a recording: what it did since its last heartbeat
+belongs to the run as well.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ TOPIC: Final = "gpuspill"
 
 #: With so many samples every second one is dropped, and from then on half as many are taken.
 _MOST_SAMPLES: Final = 4096
-#: The same for so many statistics of a worker; each takes a few kilobytes: there may be hundreds of workers.
+#: The same for so many statistics of a worker; each takes a few kilobytes: there may be hundreds of
+#: workers.
 _MOST_NUMBERS: Final = 40_000
-#: Seconds to wait for the workers' answers: one whose event loop stands still should not hold up the report of it.
+#: Seconds to wait for the workers' answers: one whose event loop stands still should not hold up
+#: the report of it.
 _PATIENCE: Final = 5.0
 
 
@@ -72,7 +75,8 @@ class Recorder:
     client
         Of the cluster.
     interval
-        Seconds between two samples; twice as long each time that there are 4,096 of them, or fewer of many workers.
+        Seconds between two samples; twice as long each time that there are 4,096 of them, or fewer
+        of many workers.
 
     Notes
     -----
@@ -118,15 +122,18 @@ class report:  # a function to its users, as distributed's performance_report is
     >>> with gpuspill.report("run.html"):  # doctest: +SKIP
     ...     dask.compute(...)
 
-    The page is self-contained: advice computed from the numbers, where the values were over time, what moved, who
-    waited, and the totals of each worker. It complements distributed's ``performance_report``.
+    The page is self-contained: advice computed from the numbers, where the values were over time,
+    what moved, who waited, and the totals of each worker. It complements distributed's
+    ``performance_report``.
 
     Parameters
     ----------
     filename
-        Where the page is written when the block ends, also if it raises. An existing file is replaced.
+        Where the page is written when the block ends, also if it raises. An existing file is
+        replaced.
     client
-        A ``distributed.Client``; by default the current one. With an asynchronous client use ``async with``.
+        A ``distributed.Client``; by default the current one. With an asynchronous client use
+        ``async with``.
     interval
         Seconds between two samples.
     title

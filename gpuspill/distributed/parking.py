@@ -39,14 +39,14 @@ def proxify(value: Any) -> Parked:
 
     Notes
     -----
-    In a task the store is that of the worker that runs it; elsewhere, in a thread that a task started for instance,
-    that of the one running worker of this process that has gpuspill. If there is none (in a client's process, in a task
-    of a worker without gpuspill), or if there are several, the handle just keeps the value in memory, and gives it as
-    any other does.
+    In a task the store is that of the worker that runs it; elsewhere, in a thread that a task
+    started for instance, that of the one running worker of this process that has gpuspill. If there
+    is none (in a client's process, in a task of a worker without gpuspill), or if there are
+    several, the handle just keeps the value in memory, and gives it as any other does.
 
-    Blocks while there is more in memory than may be and something can still leave, so that a task may park more than
-    fits; not on the event loop, not where the handle just keeps the value, and not if the setting
-    ``gpuspill.admission`` is off.
+    Blocks while there is more in memory than may be and something can still leave, so that a task
+    may park more than fits; not on the event loop, not where the handle just keeps the value, and
+    not if the setting ``gpuspill.admission`` is off.
     """
     if type(value) is Parked:
         return value

@@ -1,9 +1,10 @@
 """Any value as a pickle, with large buffers apart from it.
 
-As distributed pickles, with three differences. What comes back is what went in, where pickle can have it so
-(:mod:`gpuspill.distributed.reductions`). What dask has a way for is written that way wherever in the value it is, so an
-array that a value has twice is one array afterwards. And what a client or a scheduler keeps for an object of
-distributed's, such as a future, is not dropped with the object: a value with such objects is not pickled.
+As distributed pickles, with three differences. What comes back is what went in, where pickle can
+have it so (:mod:`gpuspill.distributed.reductions`). What dask has a way for is written that way
+wherever in the value it is, so an array that a value has twice is one array afterwards. And what a
+client or a scheduler keeps for an object of distributed's, such as a future, is not dropped with
+the object: a value with such objects is not pickled.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from gpuspill.storage.base import Buffer, Frame, FrameStream
 
 __all__ = ["pickled", "unpickled"]
 
-#: Bytes from which a buffer is a frame of its own. Smaller ones are cheaper to copy than to be told apart.
+#: Bytes from which a buffer is a frame of its own. Smaller ones are cheaper to copy than to be told
+#: apart.
 _APART_NBYTES: Final = 4096
-#: Bytes of one piece of a pickle that was not put together from others: large ``bytes`` are handed on as they are.
+#: Bytes of one piece of a pickle that was not put together from others: large ``bytes`` are handed
+#: on as they are.
 _WHOLE_NBYTES: Final = 192 * 1024
-#: Bytes in such pieces from which they are not copied into one frame, which would take their memory once more. A frame
-#: can be compressed, a stream of pieces cannot.
+#: Bytes in such pieces from which they are not copied into one frame, which would take their memory
+#: once more. A frame can be compressed, a stream of pieces cannot.
 _STREAM_NBYTES: Final = 64 * 2**20
 
 #: Bytes of a pickle from which it is read in pieces.
@@ -66,8 +69,9 @@ class _Pieces:
 class _Reader:
     """A file from which pickle reads, a frame of some 64 kB at a time.
 
-    Reading and writing pickles is one long call to Python's interpreter, which keeps its lock meanwhile: the event loop
-    would stand still for a second or more. It lets others have the lock when these methods are called.
+    Reading and writing pickles is one long call to Python's interpreter, which keeps its lock
+    meanwhile: the event loop would stand still for a second or more. It lets others have the lock
+    when these methods are called.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -113,9 +117,11 @@ class _Attempt:
     Parameters
     ----------
     by_value
-        Whether classes and functions that others cannot import travel with the value, as cloudpickle has them.
+        Whether classes and functions that others cannot import travel with the value, as
+        cloudpickle has them.
     by_base
-        Whether an object is written in dask's way for a base of its type: for types that cannot be pickled.
+        Whether an object is written in dask's way for a base of its type: for types that cannot be
+        pickled.
     """
 
     def __init__(self, given: Mapping[int, Any], *, by_value: bool = False, by_base: bool = False) -> None:
@@ -130,7 +136,8 @@ class _Attempt:
             buffer_callback=self._take,
         )
         self._pickler.attempt = self
-        # By identity, with the types, for one that pickle makes on the way could be gone before the end.
+        # By identity, with the types, for one that pickle makes on the way could be gone before the
+        # end.
         self._ways: dict[int, tuple[type, Reduce | None]] = {}
 
     def dump(self, value: object) -> None:
@@ -219,8 +226,8 @@ def pickled(
     Raises
     ------
     TypeError
-        It cannot be pickled, or must not be: it has an object that is bound to this process, or one that would not come
-        back.
+        It cannot be pickled, or must not be: it has an object that is bound to this process, or one
+        that would not come back.
     MemoryError
         There is no room for what has to be copied.
     """
@@ -255,8 +262,9 @@ def unpickled(header: dict[str, Any], frames: Sequence[Buffer]) -> object:
     buffers = [
         _flagged(memoryview(frame), writeable) for frame, writeable in zip(frames[1:], header["writeable"], strict=True)
     ]
-    # The collector would look at all that is there again and again as the objects are made, four times as long as it
-    # takes to make them, and each time in one piece. Whatever another thread does about it meanwhile is lost.
+    # The collector would look at all that is there again and again as the objects are made, four
+    # times as long as it takes to make them, and each time in one piece. Whatever another thread
+    # does about it meanwhile is lost.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -32,9 +32,9 @@ class SpillPlugin(WorkerPlugin):
 
     Notes
     -----
-    Workers may have data, in memory and spilled: it is taken over without being read. Registering it again changes
-    the options. Unregistering it changes nothing for workers that have it: there is no way back while values are on
-    disk.
+    Workers may have data, in memory and spilled: it is taken over without being read. Registering
+    it again changes the options. Unregistering it changes nothing for workers that have it: there
+    is no way back while values are on disk.
     """
 
     name = "gpuspill"

@@ -1,7 +1,7 @@
 """How objects are pickled whose own way to be pickled loses part of them, copies them, or cannot be undone.
 
-Each function returns what ``__reduce_ex__`` might have, made of names of Python, NumPy and distributed only: clients
-and workers that do not have gpuspill read records, too.
+Each function returns what ``__reduce_ex__`` might have, made of names of Python, NumPy and
+distributed only: clients and workers that do not have gpuspill read records, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gpuspill.classes import attribute_of, is_plain
 
 __all__ = ["Reduce", "flat", "keep_flag", "reduce_registered", "reduction_of", "registration"]
 
-#: Types that dask's own way returns incomplete, by module and name: a view's format and flag, a hard mask, a fill
-#: value; or everything, where it returns no buffers.
+#: Types that dask's own way returns incomplete, by module and name: a view's format and flag, a
+#: hard mask, a fill value; or everything, where it returns no buffers.
 _LOSSY: Final = (
     ("builtins", "memoryview"),
     ("numpy.ma", "MaskedArray"),
@@ -28,15 +28,17 @@ _LOSSY: Final = (
     ("scipy.sparse", "dok_matrix"),
     ("pyarrow.fs", "FileInfo"),
 )
-#: Takes an object and returns what pickle makes it from, or NotImplemented: then pickle asks the object.
+#: Takes an object and returns what pickle makes it from, or NotImplemented: then pickle asks the
+#: object.
 Reduce = Callable[[Any], Any]
 
 
 def registration(cls: type) -> Literal["exact", "inherited"] | None:
     """Return whether dask's ``dask`` family knows a type: the type itself, or one that it derives from.
 
-    What is registered for a base makes an object of the base. So it does of subclasses of ``numpy.ndarray`` or of
-    ``bytes``, which come back as something else. Public names of dask only: its dispatch notes subclasses as its own.
+    What is registered for a base makes an object of the base. So it does of subclasses of
+    ``numpy.ndarray`` or of ``bytes``, which come back as something else. Public names of dask only:
+    its dispatch notes subclasses as its own.
     """
     if not is_plain(cls) or _is_lossy(cls):
         return None
@@ -147,9 +149,9 @@ def _reduce_subclass(array: Any) -> Any:
 class _Update:
     """Pickled in the place of an object's state, updates the attributes of the object.
 
-    Where an object has a ``__setstate__`` of its own for something else, pickle can still be given a function to set
-    the state. None of Python's takes a dictionary of attributes. So the state is the outcome of a call that updates
-    them, and the function is one that does nothing with it.
+    Where an object has a ``__setstate__`` of its own for something else, pickle can still be given
+    a function to set the state. None of Python's takes a dictionary of attributes. So the state is
+    the outcome of a call that updates them, and the function is one that does nothing with it.
     """
 
     def __init__(self, value: Any, noted: dict[str, Any]) -> None:

@@ -46,7 +46,8 @@ def export_prefix(who: str) -> str:
 def export(worker: Any, store: SpillStore) -> None:
     """Show the numbers of a store on its worker's page ``/metrics``, as long as the store is alive.
 
-    Does nothing where ``prometheus_client`` is not installed. The label ``worker`` holds the worker's name.
+    Does nothing where ``prometheus_client`` is not installed. The label ``worker`` holds the
+    worker's name.
     """
     exporter = collector()
     if exporter is None:

@@ -42,7 +42,8 @@ class Receiver:
     form
         What it gets for a value that is not in memory.
     by_system
-        Whether only the system looks at the bytes on this side: then they may lie in memory that is a file's.
+        Whether only the system looks at the bytes on this side: then they may lie in memory that is
+        a file's.
     same_process
         Whether it is in this process, and gets the objects themselves.
     takes_device_memory
@@ -143,8 +144,9 @@ class Parcel:
             if type(value) is not Encoded:
                 self.values[key] = value
             elif receiver.form == "value" or value.header == FOREIGN_HEADER:
-                # Decoded for the receiver alone: putting it into the store would push something else out. Of a record
-                # that distributed's own buffer wrote, only its own reader makes sense.
+                # Decoded for the receiver alone: putting it into the store would push something
+                # else out. Of a record that distributed's own buffer wrote, only its own reader
+                # makes sense.
                 try:
                     self.values[key] = await self._decoded(value, receiver)
                 except (ManagerClosed, MemoryError):
@@ -168,8 +170,9 @@ class Parcel:
     async def _turn_into_bytes(self, tier: DeviceTier, serializers: Collection[str] | None) -> None:
         """Serialise what has left the device, a value at a time: the device may not have room for all of them.
 
-        One is brought back, when there is room for it, and may leave again as soon as there are bytes of it. That the
-        others are not pinned meanwhile may make some of them leave, which are then sent in the same way.
+        One is brought back, when there is room for it, and may leave again as soon as there are
+        bytes of it. That the others are not pinned meanwhile may make some of them leave, which are
+        then sent in the same way.
         """
         while True:
             away = (k for k, value in self.values.items() if type(value) is Skeleton and not tier.is_ready(value))
@@ -256,8 +259,8 @@ async def pack(
 ) -> Parcel:
     """Get ready what is there of `keys`, as urgent as `order`.
 
-    A key that is lost is left out, and the scheduler has been told when this returns. If nothing can recompute it and
-    the receiver can be given a substitute, it gets that in its place.
+    A key that is lost is left out, and the scheduler has been told when this returns. If nothing
+    can recompute it and the receiver can be given a substitute, it gets that in its place.
     """
     store, substitute = attachment.store, receiver.substitute
     lost: dict[Any, Any] = {}

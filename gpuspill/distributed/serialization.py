@@ -1,11 +1,12 @@
 """Values to bytes and back through dask's serialisation families.
 
-A value is written to disk in the form in which distributed would send it: a header, and frames that alias the
-value's memory wherever its type allows. An object of a type that dask was taught to serialise (arrays, tables,
-device objects) takes its own way; anything else is pickled, with its buffers apart
-(:mod:`gpuspill.distributed.pickling`).
+A value is written to disk in the form in which distributed would send it: a header, and frames that
+alias the value's memory wherever its type allows. An object of a type that dask was taught to
+serialise (arrays, tables, device objects) takes its own way; anything else is pickled, with its
+buffers apart (:mod:`gpuspill.distributed.pickling`).
 
-What this does *not* do: splitting and compressing frames. The storage layer decides that by what it measures.
+What this does *not* do: splitting and compressing frames. The storage layer decides that by what it
+measures.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class DaskSerializer:
         Raises
         ------
         Exception
-            Whatever the value's classes raise. If it is clear which class or function cannot make the value, a note
-            says so, and from now on no value with it is serialised.
+            Whatever the value's classes raise. If it is clear which class or function cannot make
+            the value, a note says so, and from now on no value with it is serialised.
         """
         if header == FOREIGN_HEADER:
             return deserialize_bytes(frames[0])
@@ -107,7 +108,8 @@ def _has_a_way(value: Any) -> bool:
     """Whether dask has a way for the type of an object itself, and that way keeps all of it."""
     cls = type(value)
     if cls is getattr(sys.modules.get("numpy"), "ndarray", None):
-        # Dask pickles objects in an array by itself, and what else the objects are in is not known there.
+        # Dask pickles objects in an array by itself, and what else the objects are in is not known
+        # there.
         return not (value.dtype.hasobject or value.dtype.metadata)
     return registration(cls) == "exact"
 

@@ -46,7 +46,8 @@ def in_force(worker: Any) -> Rows:
     Returns
     -------
     dict
-        By option: its ``value``, what it comes to here (``in_force``: bytes, a path, a name), and its ``origin``.
+        By option: its ``value``, what it comes to here (``in_force``: bytes, a path, a name), and
+        its ``origin``.
     """
     attachment: Attachment = worker._gpuspill
     store, options = attachment.store, attachment.settings
@@ -111,10 +112,11 @@ def settings(client: Any) -> Any:
     Returns
     -------
     pandas.DataFrame
-        A row for each worker and option (both are in the index), with the columns ``value`` (as given),
-        ``in_force`` (what it comes to on this worker: bytes, a path, a name) and ``origin`` (``"default"``,
-        ``"keyword"``, ``"configuration"`` or the name of an environment variable). Workers without gpuspill have no
-        rows; if that is all of them, a warning is logged, once. From an asynchronous client: an awaitable of it.
+        A row for each worker and option (both are in the index), with the columns ``value`` (as
+        given), ``in_force`` (what it comes to on this worker: bytes, a path, a name) and ``origin``
+        (``"default"``, ``"keyword"``, ``"configuration"`` or the name of an environment variable).
+        Workers without gpuspill have no rows; if that is all of them, a warning is logged, once.
+        From an asynchronous client: an awaitable of it.
 
     Raises
     ------
@@ -155,8 +157,8 @@ def of_cluster(scheduler: str) -> list[tuple[str, Rows]]:
     Returns
     -------
     list
-        Headings and settings. Where workers under one heading have directories of their own, these stand in lines in
-        the order of the workers. No settings for those without gpuspill.
+        Headings and settings. Where workers under one heading have directories of their own, these
+        stand in lines in the order of the workers. No settings for those without gpuspill.
 
     Raises
     ------

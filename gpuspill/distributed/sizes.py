@@ -20,16 +20,17 @@ __all__ = ["SCALARS", "Claims", "Noted", "claimed_nbytes", "external_nbytes", "m
 #: There may be hundreds of thousands of them, and nothing has to be found out about them.
 SCALARS = identities(int, float, complex, bool, str, bytes, type(None))
 
-#: So many answers are kept at most for values that are not stored: tasks whose worker closes meanwhile.
+#: So many answers are kept at most for values that are not stored: tasks whose worker closes
+#: meanwhile.
 _CLAIMS = 1000
 
 
 def claimed_nbytes(value: object) -> int | None:
     """Return the size that an object claims, in bytes, if dask knows no size for its type; else None.
 
-    Raises nothing but KeyboardInterrupt. What dask says of such types is ``sys.getsizeof``, which knows nothing of
-    memory elsewhere, or nothing: looking for the size of a type makes dask import what it has for the type's library,
-    which raises for Numba's simulator.
+    Raises nothing but KeyboardInterrupt. What dask says of such types is ``sys.getsizeof``, which
+    knows nothing of memory elsewhere, or nothing: looking for the size of a type makes dask import
+    what it has for the type's library, which raises for Numba's simulator.
     """
     nbytes = None if _is_known(type(value)) else estimated_nbytes(value)
     return nbytes if nbytes is None or nbytes == as_nbytes(nbytes) else None
@@ -57,13 +58,14 @@ def passive_nbytes(value: object) -> int | None:
 class Claims:
     """What objects claim to have, asked in the threads of the tasks that made them.
 
-    A type's ``nbytes`` may take its time, and the event loop, on which values are stored, would stand still meanwhile.
-    Thread-safe; each step is one operation that Python makes atomic.
+    A type's ``nbytes`` may take its time, and the event loop, on which values are stored, would
+    stand still meanwhile. Thread-safe; each step is one operation that Python makes atomic.
 
     Attributes
     ----------
     parked
-        The keys of values that tasks have parked: while there are any, results may have handles in them.
+        The keys of values that tasks have parked: while there are any, results may have handles in
+        them.
     """
 
     def __init__(self) -> None:
@@ -89,7 +91,8 @@ class Claims:
 def measure(value: object) -> int:
     """Return the size of a value in bytes, whether dask knows its type or not.
 
-    Raises nothing but KeyboardInterrupt, whatever the value's type does: this may run on the event loop.
+    Raises nothing but KeyboardInterrupt, whatever the value's type does: this may run on the event
+    loop.
     """
     claimed = claimed_nbytes(value)
     if claimed is not None:

@@ -26,9 +26,10 @@ def story(client: Any, key: Hashable) -> Any:
     Returns
     -------
     dict of str to list of Event
-        Events by address of the worker, the oldest first; no entry for workers that know of none. See
-        :class:`~gpuspill.manager.story.Event`: ``print(*events, sep="\n")`` shows them. Each worker keeps its last few
-        thousand events; what never left memory has none. From an asynchronous client: an awaitable of it.
+        Events by address of the worker, the oldest first; no entry for workers that know of none.
+        See :class:`~gpuspill.manager.story.Event`: ``print(*events, sep="\n")`` shows them. Each
+        worker keeps its last few thousand events; what never left memory has none. From an
+        asynchronous client: an awaitable of it.
     """
     return ask_workers(client, partial(_story_of_worker, getattr(key, "key", key)), _known)
 

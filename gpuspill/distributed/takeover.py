@@ -1,8 +1,8 @@
 """Taking over what distributed's ``SpillBuffer`` has spilled, without reading it.
 
-When gpuspill is attached to a running worker, some of its values may be in files that ``SpillBuffer`` wrote.
-They stay there: the manager gets a receipt for each, and the store knows whom to ask for the bytes. A value
-that is read once and spilled again is still in its old file.
+When gpuspill is attached to a running worker, some of its values may be in files that
+``SpillBuffer`` wrote. They stay there: the manager gets a receipt for each, and the store knows
+whom to ask for the bytes. A value that is read once and spilled again is still in its old file.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class AdoptingStore(WrapperStore):
         Raises
         ------
         RecordLost
-            The file is gone. Unlike records it has no checksum, so damage shows only if it cannot be deserialised.
+            The file is gone. Unlike records it has no checksum, so damage shows only if it cannot
+            be deserialised.
         """
         if not isinstance(receipt, ForeignReceipt):
             return self.store.read(receipt, allocate, lend=lend)

@@ -1,6 +1,7 @@
 """One task on its way to its inputs: waiting for room, reading what is on disk, handing it over.
 
-Pure of distributed's private parts; :mod:`gpuspill.distributed.worker` fits a :class:`TaskInputs` into the worker.
+Pure of distributed's private parts; :mod:`gpuspill.distributed.worker` fits a :class:`TaskInputs`
+into the worker.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class OutputSizes:
     weight
         Weight of the newest output in the moving average.
     capacity
-        How many kinds to remember. Beyond it everything is forgotten: so many kinds of task are made up names
-        that never come back.
+        How many kinds to remember. Beyond it everything is forgotten: so many kinds of task are
+        made up names that never come back.
 
     Notes
     -----
@@ -76,7 +77,8 @@ class TaskInputs:
     wait
         Whether to wait for room before reading.
     tier, device_admission
-        The device's tier, if there is one, and the admission there, with what the inputs have on it pinned.
+        The device's tier, if there is one, and the admission there, with what the inputs have on it
+        pinned.
 
     Attributes
     ----------
@@ -217,7 +219,8 @@ class TaskInputs:
         Raises
         ------
         distributed.Reschedule
-            An input is lost. The worker's hooks look at :attr:`lost` and decide whether trying again can help.
+            An input is lost. The worker's hooks look at :attr:`lost` and decide whether trying
+            again can help.
         Exception
             What reading an input raised.
         """

@@ -20,8 +20,8 @@ class View:
     store
         Answers for everything else.
     values
-        Values, or what stands for them, by key. Read once, because the code of a coroutine task runs in the
-        same context and must see the store itself afterwards.
+        Values, or what stands for them, by key. Read once, because the code of a coroutine task
+        runs in the same context and must see the store itself afterwards.
     """
 
     __slots__ = ("store", "values")
@@ -43,8 +43,8 @@ class View:
 class ClosedView(View):
     """A view that contains nothing else, whatever the store holds.
 
-    What came into the store after the values were got ready may have left memory again already, and must not be read
-    on the event loop. The one who asked for it asks again.
+    What came into the store after the values were got ready may have left memory again already, and
+    must not be read on the event loop. The one who asked for it asks again.
     """
 
     __slots__ = ()
@@ -61,7 +61,8 @@ class ResidentView(View):
 
     Notes
     -----
-    What is in memory when it is asked for by ``in`` is held until it is read, so nothing can spill it in between.
+    What is in memory when it is asked for by ``in`` is held until it is read, so nothing can spill
+    it in between.
     """
 
     __slots__ = ()

@@ -1,14 +1,14 @@
 """Values on their way to others as bytes: spilled ones as they are, and what is on a device.
 
-A value on disk is sent without being decoded and without coming back into memory. What the other side gets depends on
-what it can do with it:
+A value on disk is sent without being decoded and without coming back into memory. What the other
+side gets depends on what it can do with it:
 
-* A worker with gpuspill says so when it connects. It gets a :class:`Wire`, which stays bytes on arrival: its store
-  keeps the bytes until a task needs the value.
-* Everybody else gets distributed's own ``Serialized``, which is on the network what the value itself would have been.
-  They need not know gpuspill.
-* Peers without gpuspill in the same process, and those that restrict how values are serialised, get the value. It is
-  decoded for them and not put in memory here.
+* A worker with gpuspill says so when it connects. It gets a :class:`Wire`, which stays bytes on
+  arrival: its store keeps the bytes until a task needs the value.
+* Everybody else gets distributed's own ``Serialized``, which is on the network what the value
+  itself would have been. They need not know gpuspill.
+* Peers without gpuspill in the same process, and those that restrict how values are serialised, get
+  the value. It is decoded for them and not put in memory here.
 
 Bytes read for sending are in memory until they are written to the network. They are bounded by a :class:`SendBuffer`,
 not by the store's budget: making room for them there would evict what tasks need.
@@ -68,8 +68,8 @@ def _sizeof_wire(wire: Wire) -> int:
 @dask_serialize.register(Wire)  # type: ignore[no-untyped-call,untyped-decorator]
 def _serialize_wire(wire: Wire) -> tuple[dict[str, Any], list[Buffer]]:
     encoded = wire.encoded
-    # The value's own header travels as one opaque piece: distributed reads and changes keys of the headers that it
-    # sees.
+    # The value's own header travels as one opaque piece: distributed reads and changes keys of the
+    # headers that it sees.
     header = {
         "version": _VERSION,
         "value": encoded.header,
@@ -97,7 +97,8 @@ def wrap(encoded: Encoded, form: Form, kind: type | None) -> Any:
         return Wire(encoded, "object" if kind is None else type_name(kind))
     assert form == "serialized"
     assert encoded.header != FOREIGN_HEADER
-    # A new header for each message: distributed notes in it how it splits and compresses the frames.
+    # A new header for each message: distributed notes in it how it splits and compresses the
+    # frames.
     header = msgpack.unpackb(encoded.header, raw=False, use_list=False, strict_map_key=False)
     return DaskSerialized(header, list(encoded.frames))  # type: ignore[no-untyped-call]
 
@@ -111,7 +112,8 @@ def type_name(cls: type) -> str:
 def real_type(type_name: str) -> type:
     """Return the type that a name stands for, or a stand-in of the same name if its module is not loaded here.
 
-    Nothing is imported: this runs on the event loop, and a value that is only passed on should not cost an import.
+    Nothing is imported: this runs on the event loop, and a value that is only passed on should not
+    cost an import.
     """
     module_name, _, name = type_name.rpartition(".")
     module = sys.modules.get(module_name or "builtins")
@@ -129,15 +131,16 @@ def _stand_in(module_name: str, name: str) -> type:
 class SendBuffer:
     """Bounds the bytes that are read for sending and not written yet. Used on one event loop.
 
-    A peer that does not read holds no more than its share, and only for a while: what it has not taken then counts
-    against itself alone. So it stops no one else.
+    A peer that does not read holds no more than its share, and only for a while: what it has not
+    taken then counts against itself alone. So it stops no one else.
 
     Parameters
     ----------
     limit
         Bytes. A request that is larger goes alone.
     share
-        Bytes of one peer; half of the limit by default. A request that is larger is the only one of its peer.
+        Bytes of one peer; half of the limit by default. A request that is larger is the only one of
+        its peer.
     patience
         Seconds after which bytes that were not written no longer count against other peers.
     """

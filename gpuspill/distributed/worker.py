@@ -1,21 +1,22 @@
 """The hooks: what gpuspill overrides in distributed's worker.
 
-Three places in distributed read *values* on the event loop: ``Worker.execute``, ``Worker.get_data`` and
-``Client._gather`` with a local worker. A subclass of the worker's own class wraps each of them: it brings the
-values into memory first, without holding the loop, and shows them through ``worker.data`` in the context of
-that call only. Everybody else who reads ``worker.data`` sees the store itself.
+Three places in distributed read *values* on the event loop: ``Worker.execute``, ``Worker.get_data``
+and ``Client._gather`` with a local worker. A subclass of the worker's own class wraps each of them:
+it brings the values into memory first, without holding the loop, and shows them through
+``worker.data`` in the context of that call only. Everybody else who reads ``worker.data`` sees the
+store itself.
 
-A task's inputs are read in the thread that runs it, before distributed starts its clock: ``executor.submit`` is
-replaced on the instance, and ``ts.run_spec`` by a stand-in that puts the values in their place. Executors that
-are not pools of threads, coroutine tasks and the shared ``offload`` pool get plain values instead, read by the
-store's threads beforehand.
+A task's inputs are read in the thread that runs it, before distributed starts its clock:
+``executor.submit`` is replaced on the instance, and ``ts.run_spec`` by a stand-in that puts the
+values in their place. Executors that are not pools of threads, coroutine tasks and the shared
+``offload`` pool get plain values instead, read by the store's threads beforehand.
 
-Each hook is checked (:func:`gpuspill.distributed.internals.missing_hooks`). One that does not fit the installed
-distributed is left out with a warning, and the store is read the ordinary, blocking way in its place; results do not
-change.
+Each hook is checked (:func:`gpuspill.distributed.internals.missing_hooks`). One that does not fit
+the installed distributed is left out with a warning, and the store is read the ordinary, blocking
+way in its place; results do not change.
 
-Frames of this file are hidden in users' tracebacks and profiles because distributed hides those of files called
-``distributed/worker.py``.
+Frames of this file are hidden in users' tracebacks and profiles because distributed hides those of
+files called ``distributed/worker.py``.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ _CALLER: ContextVar[Any] = ContextVar("gpuspill_caller", default=None)
 def spilling_class(base: Any) -> Any:
     """Return a subclass of a worker class with the hooks that fit it.
 
-    It has the base's name, since it takes the base's place in messages. A mixin would not do: the class of an
-    existing worker can only be changed to one with the same layout.
+    It has the base's name, since it takes the base's place in messages. A mixin would not do: the
+    class of an existing worker can only be changed to one with the same layout.
     """
     if getattr(base, "_gpuspill_hooked", False):
         return base
@@ -90,8 +91,8 @@ def spilling_class(base: Any) -> Any:
         _gpuspill: Attachment | None = None
 
         def __reduce__(self) -> Any:
-            # No worker can be. But pickle looks for its class first, which is not found by its name, and raises what
-            # those do not expect who try, as ``dask cuda config`` does.
+            # No worker can be. But pickle looks for its class first, which is not found by its
+            # name, and raises what those do not expect who try, as ``dask cuda config`` does.
             raise TypeError("a worker cannot be pickled")
 
         @property
@@ -103,7 +104,8 @@ def spilling_class(base: Any) -> Any:
             return view if view.values or isinstance(view, ClosedView) else store
 
         def execute(self, key: Any, *, stimulus_id: str) -> Awaitable[Any]:
-            # No coroutine of its own: every task comes by here, and most often there is nothing to do.
+            # No coroutine of its own: every task comes by here, and most often there is nothing to
+            # do.
             attachment = self._gpuspill
             ts = self.state.tasks.get(key)
             execute = super().execute
@@ -135,17 +137,20 @@ def spilling_class(base: Any) -> Any:
             attachment = self._gpuspill
             if attachment is None or is_busy(self, comm) or _sends_as_it_is(attachment, comm, keys, who, serializers):
                 return await super().get_data(comm, keys, who=who, serializers=serializers)
-            # Counted as outgoing while values are read, so that a worker that is busy reading is busy for others too.
+            # Counted as outgoing while values are read, so that a worker that is busy reading is
+            # busy for others too.
             self.transfer_outgoing_count += 1
             try:
                 parcel = await _pack(self, comm, keys, who, serializers)
             except ManagerClosed:
-                # This worker is being closed. The peer has to take it for gone; by an error its task would fail.
+                # This worker is being closed. The peer has to take it for gone; by an error its
+                # task would fail.
                 comm.abort()
                 return Status.dont_reply
             finally:
                 self.transfer_outgoing_count -= 1
-            # Those that were given up meanwhile are not here any more for distributed, which looks up their sizes.
+            # Those that were given up meanwhile are not here any more for distributed, which looks
+            # up their sizes.
             values = {key: value for key, value in parcel.values.items() if key in self.state.tasks}
             token = _VIEW.set(ClosedView(attachment.store, values))
             del values
@@ -227,8 +232,8 @@ def _disguise(new: type, base: type) -> type:
 def _after_storing(action: Callable[[], object]) -> None:
     """Do something once the state machine has stored what the caller returns.
 
-    A callback that is scheduled when the caller's asyncio task ends stores it; a promise of room has to last until
-    then.
+    A callback that is scheduled when the caller's asyncio task ends stores it; a promise of room
+    has to last until then.
     """
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, action)
@@ -250,7 +255,8 @@ async def _execute_and_prepare(execute: Callable[..., Any], store: SpillStore, k
 async def _execute_coroutine(execute: Callable[..., Any], store: SpillStore, key: Any, *, stimulus_id: str) -> Any:
     """Run a coroutine task; while there are parked values, its result is searched for handles of them in a thread.
 
-    What is on a device is taken apart on the loop, whose current stream may be the one that computes it.
+    What is on a device is taken apart on the loop, whose current stream may be the one that
+    computes it.
     """
     event = await execute(key, stimulus_id=stimulus_id)
     if not store.parked or not isinstance(event, wsm.ExecuteSuccessEvent):
@@ -384,7 +390,8 @@ def _itself(node: GraphNode) -> GraphNode:
 def _prepares_inputs(executor: Any) -> bool:
     """Make an executor prepare the inputs of a task in the thread that runs it, if it can. Idempotent.
 
-    What a task returns is asked there, too, for what it claims to have, and taken apart if it may be on a device.
+    What a task returns is asked there, too, for what it claims to have, and taken apart if it may
+    be on a device.
     """
     # The test is distributed's own: it decides how the task is run.
     if "ThreadPoolExecutor" not in str(type(executor)) or executor is _offload_executor:
@@ -427,7 +434,8 @@ def _run_and_ask(
 def _finish(claims: Claims, prepare: Callable[[Any], None] | None, outcome: dict[str, Any]) -> None:
     """Do what a result needs before it is stored and may take its time.
 
-    Values take the place of handles for them, which other tasks know nothing of. Blocks while those are read.
+    Values take the place of handles for them, which other tasks know nothing of. Blocks while those
+    are read.
     """
     if claims.parked:
         plain = unproxify(outcome["result"])
@@ -486,7 +494,8 @@ def _receiver(comm: Any, who: str | None, serializers: Collection[str] | None) -
     if who is not None:
         substitute = LostValue if knows_us else None
     elif not same_process:
-        # A client that gets an answer without its key asks again; one in this process does not unpickle.
+        # A client that gets an answer without its key asks again; one in this process does not
+        # unpickle.
         substitute = Poison
     return Receiver(
         form,
@@ -511,8 +520,8 @@ def _known_type(worker: Any, key: Any) -> type | None:
 async def _decode_resumed(worker: Any, data: dict[Any, Any]) -> None:
     """Decode what arrived for tasks that were to be computed here meanwhile.
 
-    Their type goes to the scheduler as soon as they are stored. What cannot be decoded stays as it is: the task that
-    needs it will be told why.
+    Their type goes to the scheduler as soon as they are stored. What cannot be decoded stays as it
+    is: the task that needs it will be told why.
     """
     store = worker._gpuspill.store
     with ExitStack() as promises:
@@ -543,7 +552,8 @@ def _type_names(data: Mapping[Any, Any]) -> dict[Any, str]:
 def _gathering_class(base: Any) -> Any:
     """Return a subclass of a client class that suits a local worker which spills.
 
-    ``gather`` first brings what that has spilled, and ``scatter`` gives it values in the place of handles.
+    ``gather`` first brings what that has spilled, and ``scatter`` gives it values in the place of
+    handles.
     """
     if getattr(base, "_gpuspill_hooked", False):
         return base
@@ -552,7 +562,8 @@ def _gathering_class(base: Any) -> Any:
         _gpuspill_hooked = True
 
         def gather(self, *args: Any, **kwargs: Any) -> Any:
-            # What runs on the event loop for it takes over the context of this thread, which runs the task.
+            # What runs on the event loop for it takes over the context of this thread, which runs
+            # the task.
             token = _CALLER.set(running_here())
             try:
                 return super().gather(*args, **kwargs)
@@ -567,7 +578,8 @@ def _gathering_class(base: Any) -> Any:
             return await super()._gather(futures, errors, direct, local_worker)
 
         async def _scatter(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-            # The local worker would store handles as they are; any other gets the values that they pickle as.
+            # The local worker would store handles as they are; any other gets the values that they
+            # pickle as.
             return await super()._scatter(await asyncio.to_thread(unproxify, data), *args, **kwargs)
 
     return _disguise(Gathering, base)

@@ -15,8 +15,8 @@ __all__ = ["Nanny", "Worker"]
 class Worker(spilling_class(distributed.Worker)):  # type: ignore[misc]
     """A ``distributed.Worker`` that spills by gpuspill, with the settings of dask's configuration.
 
-    For ``dask worker --worker-class gpuspill.Worker`` and ``LocalCluster(worker_class=gpuspill.Worker)``. Takes what
-    ``distributed.Worker`` takes.
+    For ``dask worker --worker-class gpuspill.Worker`` and
+    ``LocalCluster(worker_class=gpuspill.Worker)``. Takes what ``distributed.Worker`` takes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

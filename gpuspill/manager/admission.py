@@ -83,8 +83,8 @@ class Admission:
         self.output_nbytes = output_nbytes
         self.asked_at = asked_at
         self.awaited = False
-        # No lock: a finaliser may make the room that is waited for here, in this very thread, at any point. Each step
-        # is one operation that Python makes atomic.
+        # No lock: a finaliser may make the room that is waited for here, in this very thread, at
+        # any point. Each step is one operation that Python makes atomic.
         self._unreleased = [True]
         self._callbacks: deque[Callable[[], None]] = deque()
 
@@ -150,7 +150,8 @@ class Admission:
             try:
                 callback()
             except Exception:
-                # It must not raise; the others, and whoever made the room, have nothing to do with it.
+                # It must not raise; the others, and whoever made the room, have nothing to do with
+                # it.
                 logger.exception("a callback of an admission failed")
 
     def release(self) -> None:

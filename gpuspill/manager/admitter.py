@@ -51,7 +51,7 @@ class Admitter:
         self._engine = engine
         self.notice_stalls = stalls.notice
 
-    # -- handing out ---------------------------------------------------------------------------------
+    # -- handing out -------------------------------------------------------------------------------
 
     @refused("ask for room")
     def admit(
@@ -69,14 +69,16 @@ class Admitter:
         Parameters
         ----------
         label
-            The key under which the output will be stored; storing it settles the promise. None if there is no output.
+            The key under which the output will be stored; storing it settles the promise. None if
+            there is no output.
         inputs
             Keys; pinned from now until :meth:`Admission.release`, whether in memory or not.
         output_nbytes
             Expected size of the output in bytes.
         arriving
-            Labels of inputs that are not known yet and come in parts, under other names, and their sizes in bytes:
-            :meth:`settle` gives back what is promised for one. What is left of it goes when the inputs are there.
+            Labels of inputs that are not known yet and come in parts, under other names, and their
+            sizes in bytes: :meth:`settle` gives back what is promised for one. What is left of it
+            goes when the inputs are there.
         kind, order
             A smaller order is served first, and among equals a task before a transfer; see :mod:`gpuspill.core.line`.
 
@@ -141,8 +143,8 @@ class Admitter:
     def _pin(self, keys: Iterable[Hashable], unknown: _Unknown, ask: _Ask) -> Generator[None, None, Admission]:
         """Pin values in batches; nothing stays pinned after a failure.
 
-        With the last batch, under the lock, `ask` is given the proxies by key and the bytes of those that are not in
-        memory, and returns the result.
+        With the last batch, under the lock, `ask` is given the proxies by key and the bytes of
+        those that are not in memory, and returns the result.
         """
         missing: dict[int, int] = {}  # by proxy: several keys may hold one
         pids: dict[Hashable, int] = {}
@@ -246,7 +248,8 @@ class Admitter:
         kind, order
             As for :meth:`admit`.
         outputs
-            The keys under which they will be stored and the part of each, if known; storing a key settles its part.
+            The keys under which they will be stored and the part of each, if known; storing a key
+            settles its part.
         """
         with self._metadata:
             return self._promise({}, dict(outputs or {}), nbytes, 0, kind, order)
@@ -267,8 +270,8 @@ class Admitter:
     def wait_for_room(self) -> None:
         """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write.
 
-        For a task that stores more and more in one go. Returns at once where the thread would wait for itself: in a
-        spill thread, and in a finaliser that runs in the middle of a change.
+        For a task that stores more and more in one go. Returns at once where the thread would wait
+        for itself: in a spill thread, and in a finaliser that runs in the middle of a change.
         """
         with self._metadata:
             if self._metadata.closed or self._engine.spilling_here:
@@ -325,7 +328,7 @@ class Admitter:
                 missing |= {entry.pid: entry.nbytes for entry in found if entry.state is State.SPILLED}
         return sum(missing.values())
 
-    # -- taking back ---------------------------------------------------------------------------------
+    # -- taking back -------------------------------------------------------------------------------
 
     @deferred_in_pieces
     def release(self, admission: Admission) -> Iterable[None]:

@@ -55,7 +55,7 @@ class Gatherer:
         self._restorer = restorer
         self._admitter = admitter
 
-    # -- into memory ---------------------------------------------------------------------------------
+    # -- into memory -------------------------------------------------------------------------------
 
     @reads
     def get_many(
@@ -75,9 +75,9 @@ class Gatherer:
         Returns
         -------
         concurrent.futures.Future
-            Done already when every value is in memory. Waits for admission otherwise. Cancelling it gives up waiting;
-            reads that have begun end in the background and leave the store consistent. A value whose key is
-            deleted meanwhile is delivered.
+            Done already when every value is in memory. Waits for admission otherwise. Cancelling it
+            gives up waiting; reads that have begun end in the background and leave the store
+            consistent. A value whose key is deleted meanwhile is delivered.
         """
         result: Future[dict[Hashable, Any]] = Future()
         wanted = tuple(keys)
@@ -124,8 +124,8 @@ class Gatherer:
     def materialize(self, admission: Admission) -> dict[Hashable, Any]:
         """Return the values of the inputs of a granted admission, reading what is on disk.
 
-        Blocks. The calling thread reads all that no restore thread has begun to read meanwhile. What is left of the
-        promise for inputs is given back.
+        Blocks. The calling thread reads all that no restore thread has begun to read meanwhile.
+        What is left of the promise for inputs is given back.
         """
         values: dict[Hashable, Any] = {}
         absent = []
@@ -160,8 +160,8 @@ class Gatherer:
     def materialize_later(self, admission: Admission) -> Future[dict[Hashable, Any]]:
         """Return a future of what :meth:`materialize` returns, read on the restore threads.
 
-        Waits for the admission to be granted. Cancel the future before the admission is released, or reads may begin
-        that nobody needs.
+        Waits for the admission to be granted. Cancel the future before the admission is released,
+        or reads may begin that nobody needs.
         """
         result: Future[dict[Hashable, Any]] = Future()
         urgency = Urgency.TASK if admission.reservation.kind is Kind.TASK else Urgency.SEND
@@ -184,22 +184,23 @@ class Gatherer:
             pending = [(key, self._restorer.start(key, pid, admission, urgency)) for key, pid in items]
         self._deliver(pending, result, partial(self._admitter.settle_inputs, admission))
 
-    # -- as they are ---------------------------------------------------------------------------------
+    # -- as they are -------------------------------------------------------------------------------
 
     @reads
     def export(self, admission: Admission, *, lend: Lend | None = None) -> Future[dict[Hashable, Encoded | Any]]:
         """Return a future of what to send for the inputs of an admission, read on the restore threads.
 
-        The value itself where it is in memory; else its record's bytes, checked but not decoded. What is on disk stays
-        there, and nothing else has to leave for it: the future never waits for room. Whoever sends bounds what is under
-        way.
+        The value itself where it is in memory; else its record's bytes, checked but not decoded.
+        What is on disk stays there, and nothing else has to leave for it: the future never waits
+        for room. Whoever sends bounds what is under way.
 
         Parameters
         ----------
         admission
             Of the inputs.
         lend
-            See :meth:`gpuspill.storage.base.Store.read`. Nothing may be decoded from what is lent that is kept.
+            See :meth:`gpuspill.storage.base.Store.read`. Nothing may be decoded from what is lent
+            that is kept.
 
         Raises
         ------
@@ -261,7 +262,8 @@ class Gatherer:
     def _export_later(self, key: Hashable, pid: int, result: Future[Any], lend: Lend | None) -> Future[Any]:
         """Return a future of what to send for one proxy, which the caller has pinned. Never blocks and never raises.
 
-        A restore in flight is joined here and not on a restore thread: it may be queued behind that very thread.
+        A restore in flight is joined here and not on a restore thread: it may be queued behind that
+        very thread.
         """
         future: Future[Any] = Future()
         joined: Restore | None = None
@@ -297,7 +299,7 @@ class Gatherer:
             future.set_exception(ManagerClosed(f"the store was closed before {key!r} was read"))
         return future
 
-    # -- both ----------------------------------------------------------------------------------------
+    # -- both --------------------------------------------------------------------------------------
 
     def _for_many(self, count: int, urgency: Urgency, work: Callable[[], None]) -> None:
         """Do `work` for so many keys: here if they are few, else on a restore thread. The caller may be an event loop.

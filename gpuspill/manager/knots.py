@@ -1,8 +1,9 @@
 """Which references to a value come from inside the value.
 
-The parent of a tree node, or a list that contains itself, is referred to by what it refers to. Counting references
-alone takes such a value for held for ever. So what it refers to is followed, as Python's garbage collector does: an
-object that has more references than come from inside is held from outside, and so is all that it leads to.
+The parent of a tree node, or a list that contains itself, is referred to by what it refers to.
+Counting references alone takes such a value for held for ever. So what it refers to is followed, as
+Python's garbage collector does: an object that has more references than come from inside is held
+from outside, and so is all that it leads to.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Knots(NamedTuple):
     Attributes
     ----------
     references
-        References to the value from inside it. 0 if something that leads to it is held from outside.
+        References to the value from inside it. 0 if something that leads to it is held from
+        outside.
     sure
         Whether everything in it was looked at. If not, there may be more.
     """
@@ -37,8 +39,8 @@ class Knots(NamedTuple):
 def knots(value: object, many: int = _MANY) -> Knots:
     """Look for the references to a value that come from inside it. Runs no code of the value's; changes nothing.
 
-    Takes about a microsecond for each object, without a lock: other threads may change the value meanwhile, for which
-    they have to hold it.
+    Takes about a microsecond for each object, without a lock: other threads may change the value
+    meanwhile, for which they have to hold it.
     """
     found, referents, sure = _inside(value, many)
     counts = dict.fromkeys(found, 0)
@@ -104,6 +106,7 @@ def _parts(item: Any) -> tuple[list[Any], bool]:
     if cls is FrameType or cls is GeneratorType or cls is CoroutineType:
         return [], False  # nor those of a function that runs
     if _array_of_objects(item):
-        # The collector is not told what is in it. What a record of an array has cannot be had without copies.
+        # The collector is not told what is in it. What a record of an array has cannot be had
+        # without copies.
         return (list(item.flat), True) if item.dtype.kind == "O" else ([], False)
     return gc.get_referents(item), True

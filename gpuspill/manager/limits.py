@@ -81,7 +81,8 @@ class Evictor:
                 self._before = state.memory.limit, state.disk.limit
             self._evicting += 1
             state.retry()
-            # Below nothing, so that values of no size go as well, and whatever the offset takes off.
+            # Below nothing, so that values of no size go as well, and whatever the offset takes
+            # off.
             state.set_limits(min(0, state.memory.offset) - 1, state.disk.limit)
         try:
             with self._metadata.others_changes() as bell:
@@ -109,8 +110,8 @@ class Evictor:
         Returns
         -------
         int
-            Bytes that were freed; fewer than asked for if everything else is in use or cannot be written. What
-            others were writing meanwhile is waited for, and counts too.
+            Bytes that were freed; fewer than asked for if everything else is in use or cannot be
+            written. What others were writing meanwhile is waited for, and counts too.
         """
         with self._metadata as state:
             state.retry()

@@ -175,7 +175,7 @@ class ProxifyManager:
         self.limits = Evictor(metadata, threads, self._spiller)
         self.uses = Prefetcher(metadata, self._restorer, together)
 
-    # -- values come and go --------------------------------------------------------------------------
+    # -- values come and go ------------------------------------------------------------------------
 
     @deferred()
     def store(
@@ -249,7 +249,7 @@ class ProxifyManager:
                     if key in self._ledger.keys:
                         state.remove(key)
 
-    # -- what is there -------------------------------------------------------------------------------
+    # -- what is there -----------------------------------------------------------------------------
 
     def __contains__(self, key: object) -> bool:
         return key in self._ledger.keys
@@ -302,7 +302,7 @@ class ProxifyManager:
         """Bytes that the value of `key` will take on a device once it is decoded; 0 if it is, or has nothing there."""
         return self.slots[self._ledger.keys[key].pid].device_nbytes
 
-    # -- one value -----------------------------------------------------------------------------------
+    # -- one value ---------------------------------------------------------------------------------
 
     @reads
     def peek(self, key: Hashable, default: Any = None) -> Any:
@@ -376,7 +376,7 @@ class ProxifyManager:
         """Have what values that came as bytes have on a device taken over when they are decoded; until closed."""
         self._decoder.disperse = disperse
 
-    # -- numbers -------------------------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------------
 
     @property
     def all_ready(self) -> bool:

@@ -80,7 +80,7 @@ class Restorer:
         self.loop_io = 0
         self.loop_thread: int | None = None
 
-    # -- under the lock ------------------------------------------------------------------------------
+    # -- under the lock ----------------------------------------------------------------------------
 
     def nbytes(self, key: Hashable, pid: int) -> int:
         """Bytes the value of a proxy takes in memory. KeyError if it is gone."""
@@ -119,7 +119,7 @@ class Restorer:
         slot.restoring = Restore()
         return slot.restoring
 
-    # -- without the lock ----------------------------------------------------------------------------
+    # -- without the lock --------------------------------------------------------------------------
 
     def observe_hit(self, nbytes: int) -> None:
         """Tell the observer of a hit of so many bytes; without the lock."""

@@ -36,12 +36,14 @@ _HELD = (0.01, 0.2)
 _HELD_AT_A_TIME = 1000
 #: Seconds between two garbage collections on behalf of values that look held for ever.
 _COLLECTING = (1.0, 60.0)
-#: Bytes of values that refer to themselves, and were evicted, after which garbage is collected: they go with it.
+#: Bytes of values that refer to themselves, and were evicted, after which garbage is collected:
+#: they go with it.
 _COLLECT_NBYTES = 64 * 2**20
-#: Seconds between two attempts to write what could not be written: first, and at most. An attempt serialises a value
-#: and may write most of it.
+#: Seconds between two attempts to write what could not be written: first, and at most. An attempt
+#: serialises a value and may write most of it.
 _BLOCKED = (0.25, 4.0)
-#: How many of those values are tried at a time, each time others; all of them, one after another, once that works.
+#: How many of those values are tried at a time, each time others; all of them, one after another,
+#: once that works.
 _PROBES = 8
 #: How many values are written at most at a time, where the store takes them together.
 _TOGETHER = 256
@@ -103,7 +105,8 @@ class Spiller:
         Returns
         -------
         float or None
-            None after some work; else the seconds after which there may be some (infinity: when woken).
+            None after some work; else the seconds after which there may be some (infinity: when
+            woken).
         """
         metadata = self._metadata
         if self._store.inside:
@@ -114,8 +117,9 @@ class Spiller:
             pids = self.choose(state)
             pause = float("inf")
             loose = state.loose
-            # Only when nothing is left to try is it time to try again what failed or was held: those who wait for room
-            # are let go at this very point, and would wait for ever if there always were something to try.
+            # Only when nothing is left to try is it time to try again what failed or was held:
+            # those who wait for room are let go at this very point, and would wait for ever if
+            # there always were something to try.
             if not pids:
                 pause = self._stalls.let_in(state)
             if not pids and state.candidates.set_aside and state.memory.over():
@@ -127,7 +131,8 @@ class Spiller:
             self._look_inside()
             return None
         if not pids:
-            # What was dropped may be gone by now, and what it kept in memory has become a candidate.
+            # What was dropped may be gone by now, and what it kept in memory has become a
+            # candidate.
             return None if loose and not metadata.state.loose else pause
         self.spill(pids)
         return None
@@ -156,7 +161,8 @@ class Spiller:
         """Find out which of the values that look held for ever hold themselves."""
         metadata = self._metadata
         if self._collecting.left(metadata.clock()) <= 0:
-            # What refers to them may be garbage itself: an error's traceback, with the frames that it came through.
+            # What refers to them may be garbage itself: an error's traceback, with the frames that
+            # it came through.
             self._collecting.start(metadata.clock())
             gc.collect()
         with metadata:
@@ -336,9 +342,9 @@ class Spiller:
     def _make_sure(self, pid: int, receipt: Receipt) -> bool:
         """Find out whether a record is of the value as it is, if that may have been changed while it was written.
 
-        Who was given the value meanwhile may have changed it, or may be about to; so may who held it before, which is
-        evicted all the same in the end, and who has another value with which it shares memory. A value that nobody had
-        in hand costs nothing here.
+        Who was given the value meanwhile may have changed it, or may be about to; so may who held
+        it before, which is evicted all the same in the end, and who has another value with which it
+        shares memory. A value that nobody had in hand costs nothing here.
         """
         slots = self._metadata.slots
         slot = slots[pid]

@@ -23,9 +23,11 @@ class Statistics:
     disk_limit
         Bytes of records to keep on disk; None for no limit.
     keys, values
-        Keys known, and distinct values behind them. Memory that values only look at counts as one more.
+        Keys known, and distinct values behind them. Memory that values only look at counts as one
+        more.
     host_keys, disk_keys
-        Values with a copy in memory; values that are on disk only. Those on their way back, and lost ones, are neither.
+        Values with a copy in memory; values that are on disk only. Those on their way back, and
+        lost ones, are neither.
     host_nbytes
         Bytes of values in memory, those arriving included.
     pinned_nbytes
@@ -78,11 +80,11 @@ class Statistics:
     records_reclaimed
         Clean copies given up to make room within the disk limit.
     estimated_nbytes
-        Bytes of values of types for which nobody registered a size, wherever they are: what they claim by their array
-        interface or ``nbytes``.
+        Bytes of values of types for which nobody registered a size, wherever they are: what they
+        claim by their array interface or ``nbytes``.
     device_limit
-        Bytes of values to keep on the device; None for no limit or no device. What left the device counts as a value
-        in host memory or on disk.
+        Bytes of values to keep on the device; None for no limit or no device. What left the device
+        counts as a value in host memory or on disk.
     device_nbytes
         Bytes of values on the device, those arriving included.
     device_pinned_nbytes
@@ -92,16 +94,19 @@ class Statistics:
     device_lingering_nbytes
         Bytes that are still on the device because somebody has a view on what left.
     device_host_pinned_nbytes, device_host_pinned_used_nbytes
-        Bytes of host memory that are pinned for what left the device, and the part in use. What is in use counts in
-        `host_nbytes` as well.
+        Bytes of host memory that are pinned for what left the device, and the part in use. What is
+        in use counts in `host_nbytes` as well.
     device_host_pinned_refused
-        Moves from the device for which there was no pinned memory, so that they took the slower way.
+        Moves from the device for which there was no pinned memory, so that they took the slower
+        way.
     device_external_nbytes
-        Bytes of values that are left alone because their library moves them by itself (cuDF with its spilling on).
+        Bytes of values that are left alone because their library moves them by itself (cuDF with
+        its spilling on).
     device_spills, device_restores
         Moves from the device, and back, so far.
     device_direct_spills
-        The part of the moves from the device that went to disk in pieces, without being in host memory.
+        The part of the moves from the device that went to disk in pieces, without being in host
+        memory.
     device_past_host_spills
         Writes among these that went past host memory: by GPUDirect Storage, not hashed.
     device_out_of_memory

@@ -3,9 +3,9 @@
 >>> with metadata as state:
 ...     state.remove(key)
 
-holds the lock for the block. On leaving, what the core decided is collected under the lock and done after it: values
-let go, records deleted, those who wait told, spill threads woken. The lock is held for microseconds: never during I/O,
-(de)serialisation, a callback, or the destruction of a value.
+holds the lock for the block. On leaving, what the core decided is collected under the lock and done
+after it: values let go, records deleted, those who wait told, spill threads woken. The lock is held
+for microseconds: never during I/O, (de)serialisation, a callback, or the destruction of a value.
 
 It is re-entrant only because the garbage collector may run a finaliser in the middle of a block, and that may use the
 store. In such a nested block nothing may change. So each public method of the manager and of its parts says by a
@@ -64,7 +64,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("gpuspill")
 
-#: Values below this size are let go where they are; above, on another thread (unmapping 32 MiB takes milliseconds).
+#: Values below this size are let go where they are; above, on another thread (unmapping 32 MiB
+#: takes milliseconds).
 _REAP_NBYTES = 64 * 1024
 #: So many objects of a list are let go at a time.
 _PIECE = 10_000
@@ -105,8 +106,8 @@ class Metadata:
     limit, disk_limit, keep_clean
         See :class:`~gpuspill.core.state.SpillState`.
     custody
-        See :class:`~gpuspill.manager.slots.Slots`. With one, values are let go at once, in the thread that
-        evicts them: what they stand for is the room that others wait for.
+        See :class:`~gpuspill.manager.slots.Slots`. With one, values are let go at once, in the
+        thread that evicts them: what they stand for is the room that others wait for.
     clock
         Seconds, monotonic.
 
@@ -125,8 +126,8 @@ class Metadata:
     closed
         Nothing is spilled or restored any more.
     inherited
-        This process was forked from the one whose values these are. It is closed here, and what is on disk is read
-        without becoming part of it.
+        This process was forked from the one whose values these are. It is closed here, and what is
+        on disk is read without becoming part of it.
     """
 
     def __init__(
@@ -281,7 +282,8 @@ class Metadata:
 
     def __exit__(self, *_: object) -> None:
         if self._depth > 1:
-            # What the event in the middle of which we are has decided so far is for the outer block to carry out.
+            # What the event in the middle of which we are has decided so far is for the outer block
+            # to carry out.
             self._depth -= 1
             self._lock.release()
             return
@@ -386,7 +388,8 @@ class Metadata:
     def _let_go(self, values: list[object], receipts: list[Receipt], released_parts: list[int]) -> None:
         engine = self.engine
         if engine is None or self.closed or engine.spilling_here:
-            # A spill thread waits for the room on disk that the deleted records leave, so it deletes them itself.
+            # A spill thread waits for the room on disk that the deleted records leave, so it
+            # deletes them itself.
             self._release(values, released_parts)
             self._delete(receipts)
             return
@@ -398,8 +401,8 @@ class Metadata:
     def _release(self, values: list[object], released_parts: list[int]) -> None:
         while values:
             value = values.pop()
-            # To let a list of many objects go is one long call, during which no other thread runs, the event loop's
-            # included. Of this one nobody else knows.
+            # To let a list of many objects go is one long call, during which no other thread runs,
+            # the event loop's included. Of this one nobody else knows.
             if type(value) is list and getrefcount(value) == 2:
                 while value:
                     del value[-_PIECE:]
@@ -473,7 +476,8 @@ def deferred(check: Callable[..., object] | None = None) -> Callable[[F], F]:
     Parameters
     ----------
     check
-        Called with the same arguments before it is put off; raises what the method would raise for them.
+        Called with the same arguments before it is put off; raises what the method would raise for
+        them.
     """
 
     def put_off(method: Callable[..., None], part: _Part, *args: Any, **kwargs: Any) -> None:

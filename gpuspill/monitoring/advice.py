@@ -1,7 +1,7 @@
 """Plain advice computed from the statistics of a run. Pure: samples in, sentences out.
 
-Each rule looks for one fault, says what shows it, and what helps. The thresholds are where a fault costs more than the
-noise between two runs: a tenth of the time, or of the bytes.
+Each rule looks for one fault, says what shows it, and what helps. The thresholds are where a fault
+costs more than the noise between two runs: a tenth of the time, or of the bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _NOTABLE: Final = 0.1
 _MOST: Final = 0.6
 #: How often a byte may be read back before the limit counts as too low for the job.
 _READ_BACK: Final = 2.0
-#: The share of the time from which it counts that tasks wait or read. Several do at once, so that it may exceed one.
+#: The share of the time from which it counts that tasks wait or read. Several do at once, so that
+#: it may exceed one.
 _TASKS: Final = 0.3
 #: A host is tight from this share of its limit on.
 _TIGHT: Final = 0.8
@@ -245,7 +246,8 @@ def _waits_for_reads(run: Run) -> Iterator[Advice]:
     misses, restores = run.grew("misses"), run.grew("restores")
     if not restores:
         return
-    # Reads ahead cost no task any time. Which reads those were is not known: each counts as much as any other.
+    # Reads ahead cost no task any time. Which reads those were is not known: each counts as much as
+    # any other.
     waited = run.grew("read_seconds") * min(1.0, misses / restores)
     if waited > _TASKS * run.worker_seconds:
         yield Advice(

@@ -1,6 +1,7 @@
 """What each statistic is: its unit, whether it only grows, the question it answers, and its explanation.
 
-The explanation is the docstring of :class:`~gpuspill.manager.statistics.Statistics`: it stands there and nowhere else.
+The explanation is the docstring of :class:`~gpuspill.manager.statistics.Statistics`: it stands
+there and nowhere else.
 """
 
 from __future__ import annotations

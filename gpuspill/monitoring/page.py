@@ -1,6 +1,7 @@
 """One self-contained page about a run: advice, where the values were, what moved, who waited.
 
-It needs no server, no script and no network, so it can be kept beside distributed's ``performance_report``.
+It needs no server, no script and no network, so it can be kept beside distributed's
+``performance_report``.
 """
 
 from __future__ import annotations

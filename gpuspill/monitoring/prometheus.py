@@ -1,7 +1,8 @@
 """The statistics for Prometheus: per worker at each worker, and of all workers together at the scheduler.
 
-distributed exports what ``prometheus_client.REGISTRY`` has, on the pages ``/metrics`` of workers and schedulers. A
-collector there asks the stores and schedulers of this process when a page is asked for, and costs nothing before.
+distributed exports what ``prometheus_client.REGISTRY`` has, on the pages ``/metrics`` of workers
+and schedulers. A collector there asks the stores and schedulers of this process when a page is
+asked for, and costs nothing before.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def exported_name(metric: Metric, prefix: str) -> str:
     """
     name = "host_limit" if metric.name == "limit" else metric.name
     name = name.removesuffix("_nbytes").removesuffix("_seconds")
-    # "spilled" is the gauge of the bytes that are on disk now, and a name may stand for one metric only.
+    # "spilled" is the gauge of the bytes that are on disk now, and a name may stand for one metric
+    # only.
     name = name.replace("_total", "_cumulative")
     unit = {"bytes": "_bytes", "seconds": "_seconds", "count": ""}[metric.unit]
     return f"{prefix}_{name}{unit}{'_total' if metric.kind == 'counter' else ''}"
@@ -44,8 +46,8 @@ def families(prefix: str, rows: Mapping[str, Numbers], label: str | None) -> Ite
     rows
         Statistics, by the value of the label.
     label
-        Name of the label; None if there is one row and it needs none. Then totals are exported as gauges: they shrink
-        when a worker leaves.
+        Name of the label; None if there is one row and it needs none. Then totals are exported as
+        gauges: they shrink when a worker leaves.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 

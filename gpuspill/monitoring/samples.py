@@ -27,7 +27,8 @@ class ClusterSample:
     tasks
         Tasks that run in the cluster now.
     loop_interval
-        The longest interval between two turns of a worker's event loop lately, in seconds, as the workers average it.
+        The longest interval between two turns of a worker's event loop lately, in seconds, as the
+        workers average it.
     """
 
     time: float

@@ -8,9 +8,9 @@
 >>> simulated.asnumpy(x[0])
 array([1., 2.])
 
-``dask.array`` works on it: ``da.from_array(...).map_blocks(simulated.asarray)``. The device is slow, small and late
-if it is told to be (:func:`configure`), and finds out who uses memory too early or frees it too soon: see
-:mod:`gpuspill.simulated.device.device`, and ``docs/simulated.md``.
+``dask.array`` works on it: ``da.from_array(...).map_blocks(simulated.asarray)``. The device is
+slow, small and late if it is told to be (:func:`configure`), and finds out who uses memory too
+early or frees it too soon: see :mod:`gpuspill.simulated.device.device`, and ``docs/simulated.md``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Compression, where it pays.
 
-On a fast disk compressing before writing makes spilling slower, not faster (lz4 does 0.5 GB/s where a disk does 2.5);
-on a slow one it is the other way round, for data that shrinks. So the choice is made for each frame, from a sample of
-it and from how fast the store really reads and writes.
+On a fast disk compressing before writing makes spilling slower, not faster (lz4 does 0.5 GB/s where
+a disk does 2.5); on a slow one it is the other way round, for data that shrinks. So the choice is
+made for each frame, from a sample of it and from how fast the store really reads and writes.
 
-Both are compared in one currency. While processors are idle, that is time, and a codec's processor time counts as much
-as waiting for the disk. While all of them are busy, tasks would have had what a codec takes, and waiting for the disk
-costs them nothing: then processor time alone counts.
+Both are compared in one currency. While processors are idle, that is time, and a codec's processor
+time counts as much as waiting for the disk. While all of them are busy, tasks would have had what a
+codec takes, and waiting for the disk costs them nothing: then processor time alone counts.
 """
 
 from __future__ import annotations
@@ -225,10 +225,11 @@ class CodecChooser:
     min_nbytes
         Frames smaller than this are stored as they are.
     clock
-        CPU seconds of the calling thread. Not wall time: a sample takes 0.1 ms, and getting the interpreter lock
-        back after it can take 5 on a busy worker.
+        CPU seconds of the calling thread. Not wall time: a sample takes 0.1 ms, and getting the
+        interpreter lock back after it can take 5 on a busy worker.
     busy
-        Returns the share of the machine's processors that are busy, 0 to 1; by default they are all idle.
+        Returns the share of the machine's processors that are busy, 0 to 1; by default they are all
+        idle.
 
     Raises
     ------
@@ -244,12 +245,14 @@ class CodecChooser:
     #: In "auto", a codec that cannot pay is tried again on every so many frames: data and load
     #: change.
     RETRY_EVERY = 64
-    #: In "auto", samples take at most this share of the processor time of writing, and so many seconds besides.
+    #: In "auto", samples take at most this share of the processor time of writing, and so many
+    #: seconds besides.
     TRIAL_SHARE = 0.01
     TRIAL_SECONDS = 0.01
     #: Size of each block of a sample, bytes, and how many there are.
     SAMPLE_NBYTES, SAMPLES = 10_000, 5
-    #: Reads and writes smaller than this say more about latency than about bandwidth, and are not taken into account.
+    #: Reads and writes smaller than this say more about latency than about bandwidth, and are not
+    #: taken into account.
     LEAST_NBYTES = 262_144
     #: Of so many kinds of frames it is remembered how they shrank.
     MOST_KINDS = 256
@@ -289,7 +292,8 @@ class CodecChooser:
         self._min_nbytes = min_nbytes
         self.clock = clock
         self._busy = busy
-        # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by that: the next is near.
+        # Re-entrant: a finaliser may read a record in the middle. An observation may be lost by
+        # that: the next is near.
         self._lock = forks.lock()
         self._write = Throughput()
         self._read = Throughput()
@@ -365,9 +369,9 @@ class CodecChooser:
     def rates(self) -> dict[str, float | None]:
         """Return what was learnt, in bytes per second; None where nothing is known yet.
 
-        Those of the store are by :func:`price`: more than it reads and writes in a second of a busy machine.
-        Keys are ``write``, ``read``, and, for each codec considered, ``compress-<name>`` and
-        ``decompress-<name>``.
+        Those of the store are by :func:`price`: more than it reads and writes in a second of a busy
+        machine. Keys are ``write``, ``read``, and, for each codec considered, ``compress-<name>``
+        and ``decompress-<name>``.
         """
         with self._lock:
             return {

@@ -2,10 +2,10 @@
 
 Touching a mapped page that cannot be read kills the process. So all pages are brought in first, by
 a call that reports what is wrong instead (``MADV_POPULATE_READ``, Linux 5.14); a caller that gets
-no mapping reads the file. While this process looks at the bytes, which takes milliseconds, two risks
-are left. The system may take a page back for lack of memory, and fail to read it again. A program
-may truncate the file, in a directory that is this user's alone. When the bytes are sent only the
-system looks at them, and says ``EFAULT``.
+no mapping reads the file. While this process looks at the bytes, which takes milliseconds, two
+risks are left. The system may take a page back for lack of memory, and fail to read it again. A
+program may truncate the file, in a directory that is this user's alone. When the bytes are sent
+only the system looks at them, and says ``EFAULT``.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class MappingStore(Store):
     def _name(self, receipt: Receipt) -> str:
         return f"{self._prefix}-{receipt.number}"
 
-    # -- writing -------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     @visit
     def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
@@ -153,7 +153,7 @@ class MappingStore(Store):
                 number, f"writing to {self._described} failed: {_said(error)}. The value stays in memory"
             ) from error
 
-    # -- reading -------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @visit
     def read(
@@ -213,7 +213,7 @@ class MappingStore(Store):
             frames.append(memory)
         return header, frames
 
-    # -- removing ------------------------------------------------------------------------------------
+    # -- removing ----------------------------------------------------------------------------------
 
     @visit
     def delete(self, receipt: Receipt) -> None:
@@ -263,7 +263,7 @@ class MappingStore(Store):
             return False
         return True
 
-    # -- the rest ------------------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------
 
     @property
     def inside(self) -> bool:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 __all__ = ["Counts", "Processors", "Ticks", "read_counts", "read_ticks"]
 
-#: Not looked at more often, seconds: the system counts in hundredths, and takes its time where there are many.
+#: Not looked at more often, seconds: the system counts in hundredths, and takes its time where
+#: there are many.
 _PAUSE_SECONDS = 0.5
 #: What was seen so many seconds ago counts for a third of what is seen now.
 _MEMORY_SECONDS = 2.0
@@ -47,8 +48,8 @@ def read_counts() -> Counts | None:
 def read_ticks() -> Ticks | None:
     """Return how busy the processors were; None if the system does not tell.
 
-    Waiting for a disk is idle, and what a host took from a virtual machine is busy: neither this worker nor its tasks
-    could have had it.
+    Waiting for a disk is idle, and what a host took from a virtual machine is busy: neither this
+    worker nor its tasks could have had it.
     """
     counts = read_counts()
     return None if counts is None else Ticks(sum(counts) - counts.idle - counts.iowait, sum(counts))

@@ -40,11 +40,13 @@ _FLUSH_NBYTES = 32 * 2**20
 #: cache when it is hashed (second-level caches have 1 to 2 MiB), and not so small that the calls
 #: count.
 _PIECE_NBYTES = 512 * 2**10
-#: Frames up to this size are read together, and copied: less work than a buffer for each in one call.
+#: Frames up to this size are read together, and copied: less work than a buffer for each in one
+#: call.
 _TOGETHER_NBYTES = 128 * 2**10
 #: Of a header, to tell what kind of value it is of.
 _KIND_NBYTES = 32
-#: What says that the file is not there (or something else is), rather than that it cannot be read now.
+#: What says that the file is not there (or something else is), rather than that it cannot be read
+#: now.
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 

@@ -1,6 +1,7 @@
 """What lets a finaliser use a store in the middle of what its thread does there.
 
-A lock that it may come back to, a sum that it may add to in the middle of an addition, and who is inside.
+A lock that it may come back to, a sum that it may add to in the middle of an addition, and who is
+inside.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ R = TypeVar("R")
 class Section:
     """A re-entrant lock whose ``with`` block is told whether its thread was inside already.
 
-    That can only be so if the garbage collector ran a finaliser in there. What it changes has to be changed back, or to
-    be one operation that Python makes atomic: the block outside may just have read what it is going to write.
+    That can only be so if the garbage collector ran a finaliser in there. What it changes has to be
+    changed back, or to be one operation that Python makes atomic: the block outside may just have
+    read what it is going to write.
     """
 
     __slots__ = ("_depth", "_lock")

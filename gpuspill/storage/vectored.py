@@ -1,7 +1,8 @@
 """Complete vectored reads and writes.
 
-One call of ``writev`` or ``preadv`` moves at most 2,147,479,552 bytes and 1,024 buffers (on Linux), and may move less
-than asked at any time. A result that is ignored is data silently lost, so these loop until all is moved.
+One call of ``writev`` or ``preadv`` moves at most 2,147,479,552 bytes and 1,024 buffers (on Linux),
+and may move less than asked at any time. A result that is ignored is data silently lost, so these
+loop until all is moved.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def write_all(fd: int, buffers: Sequence[memoryview], before_each: Callable[[], 
     Raises
     ------
     OSError
-        As the system reports it; also when it takes nothing without saying why. Some bytes may have been written.
+        As the system reports it; also when it takes nothing without saying why. Some bytes may have
+        been written.
     """
     total = 0
     index, offset = _advance(buffers, 0, 0, 0)
@@ -80,8 +82,8 @@ def read_all(fd: int, buffers: Sequence[memoryview], enough: int | None = None, 
     buffers
         Writable flat bytes.
     enough
-        Do not ask again once so many bytes are there; by default as many as the buffers hold. Buffers for one byte
-        more tell whether the file goes on, without a call of its own.
+        Do not ask again once so many bytes are there; by default as many as the buffers hold.
+        Buffers for one byte more tell whether the file goes on, without a call of its own.
     start
         Where in the file the first byte is, bytes.
 

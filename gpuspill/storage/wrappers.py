@@ -10,8 +10,8 @@ from gpuspill.storage.base import Allocate, Frame, Lend, Receipt, Store, StoreSt
 
 __all__ = ["DelayedStore", "FaultyStore", "WrapperStore", "nth"]
 
-#: ``fault(operation, number)``: what to raise in the operation (``"write"`` or ``"read"``), counted from 1 for each
-#: kind; None to let it go ahead.
+#: ``fault(operation, number)``: what to raise in the operation (``"write"`` or ``"read"``), counted
+#: from 1 for each kind; None to let it go ahead.
 Fault = Callable[[str, int], BaseException | None]
 
 
@@ -115,8 +115,8 @@ class FaultyStore(WrapperStore):
     store
         What does the work.
     fault
-        Asked before each write and read, in the thread that does it. Deleting and closing never raise, so they are
-        not asked about.
+        Asked before each write and read, in the thread that does it. Deleting and closing never
+        raise, so they are not asked about.
 
     Notes
     -----

@@ -9,9 +9,9 @@ To test a device adapter of your own, derive from :class:`DeviceTests` and give 
             yield device
             device.close()
 
-and, for the array type of a library that lives on it, from :class:`ArrayTests`. The device should have a small capacity
-of its own (``capacity`` bytes or more, and little more): the tests fill it. For messages that show values, before
-importing this::
+and, for the array type of a library that lives on it, from :class:`ArrayTests`. The device should
+have a small capacity of its own (``capacity`` bytes or more, and little more): the tests fill it.
+For messages that show values, before importing this::
 
     pytest.register_assert_rewrite(
         "gpuspill.testing.device_arrays", "gpuspill.testing.device_copies", "gpuspill.testing.device_memory"

@@ -58,7 +58,7 @@ class ManualEngine:
         """Keep `work` for the thread that deletes records, which the same test method is."""
         self.reaps.append(work)
 
-    # -- for the test --------------------------------------------------------------------------------
+    # -- for the test ------------------------------------------------------------------------------
 
     def spill(self) -> float | None:
         """Be a spill thread for one unit of work; return what it returns."""

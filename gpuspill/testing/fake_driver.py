@@ -1,7 +1,7 @@
 """A driver without a GPU: the boundary of :class:`gpuspill.device.cuda.device.GpuDevice`, on the simulated device.
 
-So everything above that boundary runs as it would on a GPU, with copies that are late, memory that holds poison until
-they are done, and use that nothing orders raised as an error.
+So everything above that boundary runs as it would on a GPU, with copies that are late, memory that
+holds poison until they are done, and use that nothing orders raised as an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """GPUDirect Storage without a GPU: the boundary of :class:`~gpuspill.device.past_host.PastHost`, simulated.
 
-Bytes go between the simulated device and real files, on a stream of nobody else's, late, and use that nothing orders is
-raised as an error; as with the real one, no stream of the device is waited for.
+Bytes go between the simulated device and real files, on a stream of nobody else's, late, and use
+that nothing orders is raised as an error; as with the real one, no stream of the device is waited
+for.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class FakeFiles:
     Attributes
     ----------
     fault
-        ``fault(what, number) -> int | None``, called when a transfer ends: what (``"write"``, ``"read"``), its number,
-        from 1 on for each kind. May raise FileDriverError, before anything of it is done, or return how many of its
-        bytes to move.
+        ``fault(what, number) -> int | None``, called when a transfer ends: what (``"write"``,
+        ``"read"``), its number, from 1 on for each kind. May raise FileDriverError, before anything
+        of it is done, or return how many of its bytes to move.
     gone
         Whether the driver has disappeared: nothing can be opened, and what is open fails.
     opened
@@ -120,7 +121,8 @@ class _Transfer:
         self._allocation = allocation
         self._offset = offset
         self._host = np.empty(nbytes, np.uint8)
-        # Device memory is read from now on; when it is written is known only once the file was read.
+        # Device memory is read from now on; when it is written is known only once the file was
+        # read.
         self._event = file.driver.copy("to_host", allocation, offset, self._host) if what == "write" else None
         self._number = file.driver.begin(what)
         file.under_way += 1

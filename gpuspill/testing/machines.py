@@ -44,8 +44,8 @@ class Choices(NamedTuple):
 class SpillEvents:
     """The events of a :class:`~gpuspill.core.state.SpillState`, each judged by the oracle.
 
-    An event for which there is no value in the right state brings one nearer to it instead, so that few steps do
-    nothing.
+    An event for which there is no value in the right state brings one nearer to it instead, so that
+    few steps do nothing.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class SpillEvents:
         """Do one event."""
         getattr(self, event)(choices)
 
-    # -- what there is; if there is none, something is done towards it -------------------------------
+    # -- what there is; if there is none, something is done towards it -----------------------------
 
     def _known(self, c: Choices) -> int | None:
         if not self.oracle.values:
@@ -142,7 +142,7 @@ class SpillEvents:
             return spilled
         return pid
 
-    # -- ownership -----------------------------------------------------------------------------------
+    # -- ownership ---------------------------------------------------------------------------------
 
     def insert(self, c: Choices) -> None:
         """Store a new value, under a new key or over an old one."""
@@ -189,7 +189,7 @@ class SpillEvents:
         if self.oracle.keys:
             self.oracle.remove(pick(list(self.oracle.keys), c.i))
 
-    # -- use -----------------------------------------------------------------------------------------
+    # -- use ---------------------------------------------------------------------------------------
 
     def touch(self, c: Choices) -> None:
         """Use a value."""
@@ -222,7 +222,7 @@ class SpillEvents:
         """A task has read a key, or never will."""
         self.oracle.drop_use(c.key, c.i % 3)
 
-    # -- spilling ------------------------------------------------------------------------------------
+    # -- spilling ----------------------------------------------------------------------------------
 
     def next_spill(self, c: Choices) -> None:
         """A spill thread looks for work."""
@@ -295,7 +295,7 @@ class SpillEvents:
         """Time has passed."""
         self.oracle.retry()
 
-    # -- restoring -----------------------------------------------------------------------------------
+    # -- restoring ---------------------------------------------------------------------------------
 
     def begin_restore(self, c: Choices) -> None:
         """Somebody wants a value that is on disk, with a reservation (of any state) or without."""
@@ -318,7 +318,7 @@ class SpillEvents:
         if (pid := self._restoring(c)) is not None:
             self.oracle.fail_restore(pid, lost=c.flag)
 
-    # -- admission -----------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def reserve(self, c: Choices) -> None:
         """Somebody is about to add bytes."""
@@ -331,7 +331,8 @@ class SpillEvents:
             self.reservations.append(reservation)
 
     def _urgency(self, c: Choices) -> Order:
-        # One of which nothing is known goes before all others, and would often do so if it were not rare.
+        # One of which nothing is known goes before all others, and would often do so if it were not
+        # rare.
         return c.order if c.j % 8 else ()
 
     def improve(self, c: Choices) -> None:
@@ -370,7 +371,7 @@ class SpillEvents:
             self.oracle.settle(pick(self.reservations, c.i), c.size)
         self.oracle.insert(c.key, c.size)
 
-    # -- limits --------------------------------------------------------------------------------------
+    # -- limits ------------------------------------------------------------------------------------
 
     def set_offset(self, c: Choices) -> None:
         """The process grows or shrinks."""
@@ -380,7 +381,7 @@ class SpillEvents:
         """The limits change."""
         self.oracle.set_limits(pick(LIMITS, c.i), pick(LIMITS, c.j))
 
-    # -- to the end ----------------------------------------------------------------------------------
+    # -- to the end --------------------------------------------------------------------------------
 
     def settle_down(self, c: Choices) -> None:
         """Spill threads work until there is nothing left to do: then one after the other is let in.
@@ -434,7 +435,7 @@ class SpillEvents:
                 oracle.fail_spill(pid, forever=False)
         raise AssertionError("the spill threads find no end")
 
-    # -- what is refused -----------------------------------------------------------------------------
+    # -- what is refused ---------------------------------------------------------------------------
 
     def refused(self, c: Choices) -> None:
         """Whatever does not fit the state of a value is refused and changes nothing."""
@@ -498,8 +499,8 @@ class SpillStateMachine(RuleBasedStateMachine):
         Where to count.
     """
 
-    # One rule for all events: of many rules Hypothesis leaves most out in each example, and a move that is begun is
-    # then seldom completed.
+    # One rule for all events: of many rules Hypothesis leaves most out in each example, and a move
+    # that is begun is then seldom completed.
     _names = tuple(name for name, weight in SpillEvents.WEIGHTS.items() for _ in range(weight))
 
     def __init__(self, steps: Steps) -> None:

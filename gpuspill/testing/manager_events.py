@@ -120,7 +120,7 @@ class ManagerEvents:
         getattr(self, event)(what)
         self.model.check()
 
-    # -- values --------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def _make(self, kind: str) -> Made:
         self.made += 1
@@ -222,7 +222,7 @@ class ManagerEvents:
             made.changing = False
             self.model.tasks.remove((made, value))
 
-    # -- several at once, later ----------------------------------------------------------------------
+    # -- several at once, later --------------------------------------------------------------------
 
     def get_many(self, what: What) -> None:
         """Ask for several keys."""
@@ -272,7 +272,7 @@ class ManagerEvents:
         else:
             self.kit.manager.uses.drop([what.key], what.j % 3)
 
-    # -- admission -----------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def admit(self, what: What) -> None:
         """A task asks for room."""
@@ -332,7 +332,7 @@ class ManagerEvents:
             again = manager.admission.reserve(10 * what.j, Kind.TASK, outputs={admitted.label: 10 * what.j})
             self.admitted.append(_Admitted(again, {}, admitted.label))
 
-    # -- spilling ------------------------------------------------------------------------------------
+    # -- spilling ----------------------------------------------------------------------------------
 
     def spill(self, what: What) -> None:
         """A spill thread does one thing."""
@@ -356,7 +356,7 @@ class ManagerEvents:
         if self.interruptions.depth == 0:
             self.kit.engine.spill_all()
 
-    # -- the store -----------------------------------------------------------------------------------
+    # -- the store ---------------------------------------------------------------------------------
 
     def lose(self, what: What) -> None:
         """The record of a value that is nowhere else disappears or is damaged."""
@@ -382,7 +382,7 @@ class ManagerEvents:
         events = [name for name in self.WEIGHTS if name not in ("during_next", "fail_next")]
         self.interruptions.add(partial(self.do, pick(events, what.i + 7 * what.j), what))
 
-    # -- the end -------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _let_all_in(self) -> None:
         """Though no task ends, no one waits for ever: in each second one at least is let in."""

@@ -65,7 +65,7 @@ class ManagerModel:
     def _in_use(self, keys: Collection[Hashable]) -> bool:
         return any(self.values.get(str(key)) is made for made, _ in self.tasks for key in keys)
 
-    # -- checks --------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Compare keys, and what was delivered since."""
@@ -109,7 +109,7 @@ class ManagerModel:
         else:
             assert self._interruptions.failures, f"the disk did not fail: {error}"
 
-    # -- asking ----------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def ask(self, future: Future[Any], expected: dict[str, Made]) -> None:
         """Note what somebody asked for, and what should come."""
@@ -142,7 +142,7 @@ class ManagerModel:
         self.compare(made, value)
         return value
 
-    # -- looking ---------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def known(self, i: int) -> str | None:
         """Return one of the keys there are."""

@@ -16,8 +16,8 @@ __all__ = ["HookedStore", "ManualStore", "Operation"]
 class HookedStore(WrapperStore):
     """Runs what a test wants in the middle of a write or a read, in the thread that does it.
 
-    Nothing of gpuspill holds a lock there, so whatever may happen at the same time may happen inside the hook: a test
-    gets any interleaving with one thread, the same each time.
+    Nothing of gpuspill holds a lock there, so whatever may happen at the same time may happen
+    inside the hook: a test gets any interleaving with one thread, the same each time.
 
     Parameters
     ----------
@@ -27,8 +27,9 @@ class HookedStore(WrapperStore):
     Attributes
     ----------
     hook
-        ``hook(operation, when)`` with ``"write"`` or ``"read"`` and ``"before"`` or ``"after"``. What it raises fails
-        the operation: before, nothing was done; after, the record exists all the same, and nobody has its receipt.
+        ``hook(operation, when)`` with ``"write"`` or ``"read"`` and ``"before"`` or ``"after"``.
+        What it raises fails the operation: before, nothing was done; after, the record exists all
+        the same, and nobody has its receipt.
     damaged : set of Receipt
         Records whose bytes are not what was written.
     """
@@ -98,7 +99,8 @@ class ManualStore(WrapperStore):
     store
         What does the work; by default a :class:`~gpuspill.testing.stores.MemoryStore`.
     timeout
-        Seconds after which whoever waits gives up with an error: a test that fails ends all the same.
+        Seconds after which whoever waits gives up with an error: a test that fails ends all the
+        same.
 
     Attributes
     ----------

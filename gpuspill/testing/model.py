@@ -112,7 +112,7 @@ class Model:
         self.stuck = False
         self._seen: set[int] = set()
 
-    # -- sums, each time from scratch ----------------------------------------------------------------
+    # -- sums, each time from scratch --------------------------------------------------------------
 
     @property
     def used(self) -> int:
@@ -198,7 +198,7 @@ class Model:
         """Return the proxies of some values, oldest first."""
         return [pid for pid, value in self.values.items() if wanted(value)]
 
-    # -- judgement -----------------------------------------------------------------------------------
+    # -- judgement ---------------------------------------------------------------------------------
 
     def _judge(
         self,

@@ -1,9 +1,9 @@
 """An independent model of what :class:`~gpuspill.core.state.SpillState` has to guarantee.
 
-:class:`Oracle` stands in front of a state and has its methods. Each call goes to the state; what the state decided is
-then judged by the model, which shares no code with it: keys are a dictionary, a value is a few flags, every total is
-summed up again after each event. The model does not predict *which* decision is made where several are allowed; it
-knows which are allowed:
+:class:`Oracle` stands in front of a state and has its methods. Each call goes to the state; what
+the state decided is then judged by the model, which shares no code with it: keys are a dictionary,
+a value is a few flags, every total is summed up again after each event. The model does not predict
+*which* decision is made where several are allowed; it knows which are allowed:
 
 ===================  ================================================================================================
 guarantee            how it is judged
@@ -25,7 +25,8 @@ in use               what was used while it was written, and not compared since,
 one bad key          what is held, blocked or unspillable never keeps another value from being spilled
 ===================  ================================================================================================
 
-Events that the state must refuse go through :meth:`Oracle.refused`, which checks that nothing changed.
+Events that the state must refuse go through :meth:`Oracle.refused`, which checks that nothing
+changed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Oracle(Model):
         How many events were judged.
     """
 
-    # -- ownership -----------------------------------------------------------------------------------
+    # -- ownership ---------------------------------------------------------------------------------
 
     def insert(self, key: Hashable, nbytes: int, *, spillable: bool = True) -> int:
         """See :meth:`SpillState.insert`."""
@@ -150,7 +151,7 @@ class Oracle(Model):
         del self.keys[key]
         self._judge()
 
-    # -- use -----------------------------------------------------------------------------------------
+    # -- use ---------------------------------------------------------------------------------------
 
     def hold(self, pid: int) -> None:
         """Somebody outside refers to a value from now on."""
@@ -192,7 +193,7 @@ class Oracle(Model):
         self.uses.get(key, {}).pop(user, None)
         self._judge()
 
-    # -- spilling ------------------------------------------------------------------------------------
+    # -- spilling ----------------------------------------------------------------------------------
 
     def next_spill(self, *, force: bool = False) -> int | None:
         """See :meth:`Spills.next`."""
@@ -321,7 +322,7 @@ class Oracle(Model):
                 value.blocked = value.barred = False
             value.suspect = pid in self.held
 
-    # -- restoring -----------------------------------------------------------------------------------
+    # -- restoring ---------------------------------------------------------------------------------
 
     def begin_restore(self, pid: int, reservation: Reservation | None = None) -> None:
         """See :meth:`Restores.begin`."""
@@ -378,7 +379,7 @@ class Oracle(Model):
             assert not value.disk
             assert not value.record
 
-    # -- admission -----------------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation:
         """See :meth:`Room.reserve`."""
@@ -472,7 +473,7 @@ class Oracle(Model):
         self.state.set_limits(limit, disk_limit)
         self._judge()
 
-    # -- what must be refused ------------------------------------------------------------------------
+    # -- what must be refused ----------------------------------------------------------------------
 
     def refused(self, error: type[Exception], event: Callable[[], object]) -> None:
         """The event, a call of a method of the *state*, raises `error` and changes nothing."""

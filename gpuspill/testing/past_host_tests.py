@@ -1,7 +1,7 @@
 """What :class:`gpuspill.device.past_host.PastHost` does on every driver of files, as tests.
 
-Make a subclass whose name begins with ``Test``, with a fixture `driver`, and how to make memory and look at it. pytest
-is needed, which is why nothing else imports this module.
+Make a subclass whose name begins with ``Test``, with a fixture `driver`, and how to make memory and
+look at it. pytest is needed, which is why nothing else imports this module.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ To test a policy of your own, derive from :class:`PolicyTests` and say how it is
     class TestMyPolicy(PolicyTests):
         make = MyPolicy
 
-The model is a set. It shares no code with the policies, and says nothing of their order: that is for tests of your own.
+The model is a set. It shares no code with the policies, and says nothing of their order: that is
+for tests of your own.
 """
 
 from __future__ import annotations

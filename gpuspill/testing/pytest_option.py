@@ -1,6 +1,7 @@
 """The setting that switches :mod:`gpuspill.testing.pytest_plugin` on, by pytest's configuration.
 
-pytest loads this file wherever gpuspill is installed (entry point ``pytest11``), so it does nothing unless asked::
+pytest loads this file wherever gpuspill is installed (entry point ``pytest11``), so it does nothing
+unless asked::
 
     [tool.pytest.ini_options]
     gpuspill_testing = true

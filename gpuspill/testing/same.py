@@ -17,8 +17,8 @@ __all__ = ["difference"]
 def difference(value: Any, expected: Any) -> str | None:
     """Return where and how a value differs from the expected one; None if it is the same.
 
-    Compares types, contents, attributes, flags and order of arrays, and what is shared inside: where the one has an
-    object twice, so has the other.
+    Compares types, contents, attributes, flags and order of arrays, and what is shared inside:
+    where the one has an object twice, so has the other.
     """
     return _Comparison().differ(value, expected, "value")
 

@@ -8,8 +8,9 @@ To test a store of your own, derive from :class:`StoreTests` and give it a fixtu
             with MyStore(tmp_path) as store:
                 yield store
 
-and, for long random sequences, derive from :class:`StoreMachine`. Neither shares code with the stores here: the model
-is a dictionary. Call ``pytest.register_assert_rewrite("gpuspill.testing.store_tests")`` before importing this, for
+and, for long random sequences, derive from :class:`StoreMachine`. Neither shares code with the
+stores here: the model is a dictionary. Call
+``pytest.register_assert_rewrite("gpuspill.testing.store_tests")`` before importing this, for
 messages that show values.
 """
 
@@ -98,8 +99,8 @@ class StoreTests:
         assert receipt.nbytes >= 0
         store.validate()
 
-    # Examples share the store, on purpose; and each class that inherits this runs it on a store of its own, so examples
-    # that failed for one say nothing about another.
+    # Examples share the store, on purpose; and each class that inherits this runs it on a store of
+    # its own, so examples that failed for one say nothing about another.
     @settings(
         max_examples=50,
         deadline=None,

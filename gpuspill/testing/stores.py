@@ -179,8 +179,9 @@ class GatedStore(WrapperStore):
     Attributes
     ----------
     before, after : dict of str to Gate
-        Gates by operation (``"write"``, ``"read"``, ``"delete"``), passed before the store under this one is asked and
-        after it answered. Put one in to stop operations, take it out to leave later ones alone.
+        Gates by operation (``"write"``, ``"read"``, ``"delete"``), passed before the store under
+        this one is asked and after it answered. Put one in to stop operations, take it out to leave
+        later ones alone.
     """
 
     def __init__(self, store: Store) -> None:

@@ -76,7 +76,8 @@ KINDS: Mapping[str, Callable[[int], Any]] = {
 }
 
 
-#: How a task changes a value of some kind in place, so that it holds another number: first a half, then all of it.
+#: How a task changes a value of some kind in place, so that it holds another number: first a half,
+#: then all of it.
 CHANGES: Mapping[str, tuple[Callable[[Any, int], object], Callable[[Any, int], object]]] = {
     "array": (lambda value, n: value[:20].fill(n), lambda value, n: value.fill(n)),
     "fortran": (lambda value, n: value[:3].fill(n), lambda value, n: value.fill(n)),
@@ -116,7 +117,8 @@ class Made:
     lost
         Something was done to its only record.
     before
-        Numbers that it may have as well, since what was written of it before it was changed may be what counts.
+        Numbers that it may have as well, since what was written of it before it was changed may be
+        what counts.
     ever
         All that it ever had: those who were given its record keep what they got.
     changing

@@ -1,13 +1,14 @@
 """Values that a library takes apart itself: data frames, sparse matrices, whatever somebody registered.
 
-A *composite* is taken apart by the serialisation family for devices into a header and frames that alias its memory.
-The frames are arrays like others, so their memory becomes units. That may copy on the device, and wait for it: cuDF
-takes it for a write if a program asks for the address of shared memory. So a composite that tells its size
-without that is one unit until it has to leave. Then it is taken apart, by the thread that makes it leave: units of its
-memory take the place of its own, which stands for nothing from then on.
+A *composite* is taken apart by the serialisation family for devices into a header and frames that
+alias its memory. The frames are arrays like others, so their memory becomes units. That may copy on
+the device, and wait for it: cuDF takes it for a write if a program asks for the address of shared
+memory. So a composite that tells its size without that is one unit until it has to leave. Then it
+is taken apart, by the thread that makes it leave: units of its memory take the place of its own,
+which stands for nothing from then on.
 
-What no family for devices knows but says that its memory is on the device is *opaque*: it is moved whole, by the
-families for the host, and its size is what it claims.
+What no family for devices knows but says that its memory is on the device is *opaque*: it is moved
+whole, by the families for the host, and its size is what it claims.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class Disassembler:
             self._give_back(units)
             if isinstance(error, KeyboardInterrupt):
                 raise
-            # Looking into somebody's types runs their code. Storing must not fail for it: then the value stays whole.
+            # Looking into somebody's types runs their code. Storing must not fail for it: then the
+            # value stays whole.
             logger.debug("cannot take a value of type %s apart", named(type(value)), exc_info=True)
             return value
         return self._book.skeleton(tree, tuple(units)) if units else value

@@ -26,8 +26,8 @@ class UnitIntake:
 
     Notes
     -----
-    Thread-safe, copies nothing. Several threads may come with the same memory at once: all get the same unit. Each unit
-    that is returned has one reference more, which is the caller's.
+    Thread-safe, copies nothing. Several threads may come with the same memory at once: all get the
+    same unit. Each unit that is returned has one reference more, which is the caller's.
     """
 
     def __init__(self, device: Device, book: Book, manager: ProxifyManager) -> None:
@@ -41,12 +41,13 @@ class UnitIntake:
         Parameters
         ----------
         array
-            The array, which counts as in use from now on. None for the memory of a composite, which whoever stores it
-            has in hand.
+            The array, which counts as in use from now on. None for the memory of a composite, which
+            whoever stores it has in hand.
         found
             Its description.
         stream
-            On which it is used, with what keeps it; see :meth:`Finder.stream <gpuspill.tier.finding.Finder.stream>`.
+            On which it is used, with what keeps it; see :meth:`Finder.stream
+            <gpuspill.tier.finding.Finder.stream>`.
         """
         unit = self._book.join(found.identity, found.token, found.owner)
         if unit is not None:

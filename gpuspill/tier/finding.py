@@ -86,7 +86,8 @@ class Finder:
     def stream(self, item: Any) -> tuple[int, Any] | None:
         """Return a stream that has to be waited for by itself before an array is copied, and what keeps it.
 
-        If nothing does, it is there now, as the array is: an event of it, or None if there can be none.
+        If nothing does, it is there now, as the array is: an event of it, or None if there can be
+        none.
         """
         found = self._registry.stream(item)
         if found is None or found[1] is not None:

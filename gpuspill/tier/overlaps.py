@@ -18,8 +18,9 @@ H = TypeVar("H", bound=Hashable)
 def overlapping(arrays: Iterable[tuple[H, Layout]]) -> list[tuple[int, int, list[H]]]:
     """Return which arrays of one allocation reach into each other, with the first byte of them all and the one after.
 
-    Left out: arrays that reach into no other; and those that have less than half of the bytes that they reach over,
-    such as two columns of a wide matrix. To send these bytes would take more than twice what the arrays take.
+    Left out: arrays that reach into no other; and those that have less than half of the bytes that
+    they reach over, such as two columns of a wide matrix. To send these bytes would take more than
+    twice what the arrays take.
     """
     found: list[tuple[int, int, int, list[H]]] = []
     for array, layout in sorted(arrays, key=lambda each: each[1].span):
@@ -38,8 +39,8 @@ def overlapping(arrays: Iterable[tuple[H, Layout]]) -> list[tuple[int, int, list
 def reductions(value: Any, finder: Finder, registry: ArrayRegistry, device: Device) -> dict[int, Any]:
     """Return what pickle is to make the arrays of a value from that look at the same bytes, by their identity.
 
-    Each is made from an array of bytes, which those that belong together have in common. The value must stay while this
-    is used. Arrays whose library has no way for this are left out.
+    Each is made from an array of bytes, which those that belong together have in common. The value
+    must stay while this is used. Arrays whose library has no way for this are left out.
     """
     boring = finder.boring(value)
     if boring is None:

@@ -1,11 +1,12 @@
 """Pinned host memory that is used again: where what leaves a device goes without being copied twice.
 
-Pinning is slow, so memory is pinned in slabs that stay. The number of slabs grows in the background as more is asked
-for; who asks meanwhile gets none, and uses ordinary memory.
+Pinning is slow, so memory is pinned in slabs that stay. The number of slabs grows in the background
+as more is asked for; who asks meanwhile gets none, and uses ordinary memory.
 
-**How memory finds its way back**, and why it takes no lock and does not trust a weak reference that died, is as in
-:mod:`gpuspill.storage.buffers`: a ctypes array over a part of a slab is the *leaf* of all views of it. When that has
-died the part is free if no view is left, which the memoryview below the leaf knows: it cannot be released else.
+**How memory finds its way back**, and why it takes no lock and does not trust a weak reference that
+died, is as in :mod:`gpuspill.storage.buffers`: a ctypes array over a part of a slab is the *leaf*
+of all views of it. When that has died the part is free if no view is left, which the memoryview
+below the leaf knows: it cannot be released else.
 """
 
 from __future__ import annotations
@@ -74,13 +75,15 @@ class PinnedPool:
     Parameters
     ----------
     limit
-        Returns the most bytes to pin; 0 for none. Asked once, when memory is wanted for the first time.
+        Returns the most bytes to pin; 0 for none. Asked once, when memory is wanted for the first
+        time.
     grow
         Runs a function that pins slabs, or gives them back, on some other thread, soon.
 
     Notes
     -----
-    Thread-safe. Nothing but what is given to `grow` blocks, and no lock is held while memory is pinned.
+    Thread-safe. Nothing but what is given to `grow` blocks, and no lock is held while memory is
+    pinned.
     """
 
     def __init__(self, device: Device, limit: Callable[[], int], grow: Callable[[Callable[[], None]], object]) -> None:
@@ -92,8 +95,8 @@ class PinnedPool:
         self._slab_nbytes = _SMALLEST
         self._slabs = Slabs(_SMALLEST, _SMALLEST)
         self._buffers: dict[int, PinnedBuffer] = {}
-        # By the identity of the leaf. A weak reference only calls back while it is alive itself, and before that
-        # identity can be another object's.
+        # By the identity of the leaf. A weak reference only calls back while it is alive itself,
+        # and before that identity can be another object's.
         self._lent: dict[int, _Lease] = {}
         self._returned: deque[_Lease] = deque()
         self._on_death = partial(_give_back, self._lent, self._returned)
@@ -110,7 +113,8 @@ class PinnedPool:
     def allocate_together(self, sizes: Sequence[int]) -> list[list[memoryview] | None]:
         """Return pinned memory for several things of so many bytes, each in parts; None for those for which is none.
 
-        Contents are whatever the last user left. Each part is the caller's with every view made of it.
+        Contents are whatever the last user left. Each part is the caller's with every view made of
+        it.
         """
         found: list[list[memoryview] | None] = [None] * len(sizes)
         if self._closed or not self._opened():

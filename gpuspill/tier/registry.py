@@ -1,12 +1,13 @@
 """Which memory belongs to which unit, and what lingers.
 
-An allocation is known by (device, address, size) and by a token that lives exactly as long as the memory. Addresses
-are used again, so what is known of memory that died is worth nothing: each entry refers weakly to its token, and
-memory with another token is the same only as long as the entry's own is certain to be kept.
+An allocation is known by (device, address, size) and by a token that lives exactly as long as the
+memory. Addresses are used again, so what is known of memory that died is worth nothing: each entry
+refers weakly to its token, and memory with another token is the same only as long as the entry's
+own is certain to be kept.
 
-Memory *lingers* when its unit has left the device, or is gone altogether, while somebody still has a view on it: its
-bytes are where they were. They count against the limit, and if the unit is wanted again it is put on them without
-copying.
+Memory *lingers* when its unit has left the device, or is gone altogether, while somebody still has
+a view on it: its bytes are where they were. They count against the limit, and if the unit is wanted
+again it is put on them without copying.
 """
 
 from __future__ import annotations
@@ -73,9 +74,10 @@ class Book:
 
     Notes
     -----
-    Thread-safe. Its lock is held for microseconds, and never around a call of a manager, the device or a library. It is
-    re-entrant because the garbage collector may run somebody's finaliser, which may come here, in the middle of it.
-    Weak references that die, and skeletons, take no lock: they put themselves in a queue that :meth:`settle` empties.
+    Thread-safe. Its lock is held for microseconds, and never around a call of a manager, the device
+    or a library. It is re-entrant because the garbage collector may run somebody's finaliser, which
+    may come here, in the middle of it. Weak references that die, and skeletons, take no lock: they
+    put themselves in a queue that :meth:`settle` empties.
     """
 
     def __init__(self, device: Device, registry: ArrayRegistry) -> None:
@@ -96,7 +98,8 @@ class Book:
         self.skeletons = 0
         self.taken_apart = 0
         self.estimated_nbytes = 0
-        # What is reported for an object to which only its DeviceObject refers; it differs between releases of Python.
+        # What is reported for an object to which only its DeviceObject refers; it differs between
+        # releases of Python.
         alone = DeviceObject(Unit(0, 0), object(), AllocationId("", 0, 0))
         self._unheld = getrefcount(alone.value)
         self._unkept: int | None = None
@@ -136,8 +139,8 @@ class Book:
             found = entry.watch()
             if found is None:
                 return False
-            # An address is used again when its memory is gone. It is not gone if the token says so, if it is the port's
-            # own, or while the manager keeps it.
+            # An address is used again when its memory is gone. It is not gone if the token says so,
+            # if it is the port's own, or while the manager keeps it.
             return found is token or isinstance(found, Allocation) or entry.memory() is not None
 
     def join(self, identity: AllocationId, token: object, keeper: object = None) -> Unit | None:
@@ -148,7 +151,8 @@ class Book:
         identity, token
             As in a description of an array on it.
         keeper
-            What the caller has in hand that keeps the memory. If the unit has left, it is put back on it by that.
+            What the caller has in hand that keeps the memory. If the unit has left, it is put back
+            on it by that.
         """
         with self._lock:
             if not self.knows(identity, token):
@@ -165,8 +169,8 @@ class Book:
         Parameters
         ----------
         unless_known
-            Whether it is new. Somebody may have entered the same allocation meanwhile: then that unit stays. The
-            unit in force gets a reference.
+            Whether it is new. Somebody may have entered the same allocation meanwhile: then that
+            unit stays. The unit in force gets a reference.
 
         Returns
         -------
@@ -192,8 +196,8 @@ class Book:
         try:
             watch = AllocationRef(memory.token, self._gone.append, memory.identity, keeps=keeps)
         except TypeError:
-            # It cannot be watched. What is known is given up when the unit leaves, which it does not while somebody
-            # else refers to what keeps it.
+            # It cannot be watched. What is known is given up when the unit leaves, which it does
+            # not while somebody else refers to what keeps it.
             watch = AllocationRef(memory, self._gone.append, memory.identity, keeps=False)
             if self._unkept is None:
                 self._unkept = self._count_references(memory)

@@ -128,7 +128,8 @@ class DeviceSerializer:
         except DeviceError as error:
             nbytes = sum(source.nbytes for source in sources)
             problem = f"could not copy {nbytes} bytes from {self._device!r}: {error}"
-        # Not chained: the traceback of what was caught has the unit's memory, and lives as long as the error.
+        # Not chained: the traceback of what was caught has the unit's memory, and lives as long as
+        # the error.
         raise StorageError(problem)
 
     def _follow_producers(self, sources: Sequence[_UnitStream], *, observed: bool) -> None:
@@ -247,7 +248,8 @@ class DeviceSerializer:
     def _fill(self, allocation: Allocation, frames: Sequence[memoryview]) -> None:
         if len(frames) == 1 and isinstance(memory := frames[0].obj, FileMemory):
             if self.past_host is not None:
-                # The memory is free for use on this stream, and what reads files knows of no streams.
+                # The memory is free for use on this stream, and what reads files knows of no
+                # streams.
                 self._device.stream("to_device").synchronize()
                 if self.past_host.read(memory.fileno(), allocation):
                     return
@@ -282,8 +284,9 @@ def _parts(allocation: Allocation, buffers: Sequence[memoryview]) -> list[Part]:
 class _UnitStream(FrameStream):
     """The bytes of a unit, on the device until somebody wants them.
 
-    Raises what is said for the stream, and MemoryError where the host has no buffer. An error that the device reports,
-    of this copy or of something before it, is a StorageError: the unit stays where it is, and may be tried again.
+    Raises what is said for the stream, and MemoryError where the host has no buffer. An error that
+    the device reports, of this copy or of something before it, is a StorageError: the unit stays
+    where it is, and may be tried again.
     """
 
     def __init__(self, serializer: DeviceSerializer, allocation: Allocation, unit: Unit) -> None:

@@ -11,7 +11,8 @@ __all__ = ["TierStatistics"]
 class TierStatistics:
     """A snapshot of the device tier. Sizes in bytes.
 
-    What :class:`~gpuspill.manager.statistics.Statistics` has with ``device_`` before it is explained there.
+    What :class:`~gpuspill.manager.statistics.Statistics` has with ``device_`` before it is
+    explained there.
 
     Attributes
     ----------

@@ -47,10 +47,11 @@ class DeviceTier:
     Parameters
     ----------
     host
-        Manager of the host's memory: what leaves the device goes there, and what values have on the device that are
-        decoded there comes from it.
+        Manager of the host's memory: what leaves the device goes there, and what values have on the
+        device that are decoded there comes from it.
     limit
-        Bytes to keep on the device; None for no limit. The device running full makes room in any case.
+        Bytes to keep on the device; None for no limit. The device running full makes room in any
+        case.
     families
         Know composite types; None if there are none.
     allocate
@@ -58,8 +59,8 @@ class DeviceTier:
     past_host
         Moves bytes between the device and files; None if nothing can.
     pinned_limit
-        Bytes of host memory to pin at most for what has left the device; a fraction is one of the host's limit, when
-        something leaves for the first time.
+        Bytes of host memory to pin at most for what has left the device; a fraction is one of the
+        host's limit, when something leaves for the first time.
     policy, spill_threads, restore_threads, spill_timeout
         See :class:`~gpuspill.manager.ProxifyManager`.
     name
@@ -76,8 +77,8 @@ class DeviceTier:
     pinned
         Pinned memory for what has left the device.
     grace
-        How many of the values that were used up last leave only when there is nothing else to evict: they are likely to
-        be given up in a moment, and would be copied for nothing.
+        How many of the values that were used up last leave only when there is nothing else to
+        evict: they are likely to be given up in a moment, and would be copied for nothing.
 
     Notes
     -----
@@ -133,7 +134,8 @@ class DeviceTier:
             custody=self._book,
             policy=policy,
             loads_together=self._serializer.loads_together,
-            # The copy in host memory would take room that others need; reading from there is cheap to repeat.
+            # The copy in host memory would take room that others need; reading from there is cheap
+            # to repeat.
             keep_clean=False,
             spill_threads=spill_threads,
             restore_threads=restore_threads,
@@ -156,7 +158,8 @@ class DeviceTier:
     def prepare(self, value: Any, label: Hashable = None) -> Any:
         """Take a value apart before it is stored, in the thread that made it.
 
-        That takes the longer the more is in it, and some libraries have a current stream in each thread.
+        That takes the longer the more is in it, and some libraries have a current stream in each
+        thread.
 
         Parameters
         ----------
@@ -166,8 +169,8 @@ class DeviceTier:
         Returns
         -------
         object
-            A :class:`Prepared`, with what :meth:`proxify` and :meth:`new_nbytes` return; the value itself if it has
-            nothing on the device.
+            A :class:`Prepared`, with what :meth:`proxify` and :meth:`new_nbytes` return; the value
+            itself if it has nothing on the device.
         """
         if self.manager.inherited or not self._finder.may_concern(value):
             return value
@@ -177,8 +180,8 @@ class DeviceTier:
     def proxify(self, value: Any, label: Hashable = None, *, touched: bool = True) -> Any:
         """Return a :class:`Skeleton` of a value that has something on the device; any other value itself.
 
-        Its memory is known from now on and may leave the device as soon as nobody has an array on it. It is given up
-        when the last skeleton with it is.
+        Its memory is known from now on and may leave the device as soon as nobody has an array on
+        it. It is given up when the last skeleton with it is.
 
         Parameters
         ----------
@@ -187,8 +190,8 @@ class DeviceTier:
         label
             Under which room was promised to it, by :meth:`admit`.
         touched
-            Whether its memory may have been changed in place, if it is known already: a copy that is on its way down
-            may have been made before, and is given up.
+            Whether its memory may have been changed in place, if it is known already: a copy that
+            is on its way down may have been made before, and is given up.
         """
         if self.manager.inherited:
             return value  # in a forked child, which stays what it is
@@ -228,8 +231,8 @@ class DeviceTier:
     def resolve(self, value: Any) -> Any:
         """Return the value that a skeleton stands for; anything else itself.
 
-        Blocks while what is not on the device is copied there, in the calling thread and on others, without waiting for
-        admission.
+        Blocks while what is not on the device is copied there, in the calling thread and on others,
+        without waiting for admission.
 
         Raises
         ------
@@ -259,8 +262,8 @@ class DeviceTier:
     ) -> Future[dict[Hashable, Any]]:
         """Return a future of several values resolved, copied on the manager's threads; never blocks.
 
-        Done at once if everything is on the device. A DataLostError in it names the key. Parameters as for
-        :meth:`resolve_all`.
+        Done at once if everything is on the device. A DataLostError in it names the key. Parameters
+        as for :meth:`resolve_all`.
         """
         return self._reader.read_later(values, admission)
 
@@ -289,8 +292,8 @@ class DeviceTier:
         output_nbytes
             Bytes that the output is expected to take on the device.
         arriving
-            Labels with which values that are needed will be given to :meth:`proxify` when they are decoded, and the
-            bytes that they will take on the device.
+            Labels with which values that are needed will be given to :meth:`proxify` when they are
+            decoded, and the bytes that they will take on the device.
         order
             How urgent it is; smaller is sooner.
         """

@@ -1,8 +1,8 @@
 """What stands for values and for memory.
 
-A *unit* is one allocation, wherever its bytes are; it is what the device's manager moves, once, however many arrays
-look at it. A *skeleton* is a value in which every array on the device is replaced by a *leaf*: the unit, and how to
-build the array on it.
+A *unit* is one allocation, wherever its bytes are; it is what the device's manager moves, once,
+however many arrays look at it. A *skeleton* is a value in which every array on the device is
+replaced by a *leaf*: the unit, and how to build the array on it.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ class Unit(Internal):
     offered
         What keeps its memory although it has left, while a value on that is being stored.
     streams
-        Streams on which it is used that may not be in order with the default one: what keeps each, or an event after
-        which its memory is filled, or None if there is neither.
+        Streams on which it is used that may not be in order with the default one: what keeps each,
+        or an event after which its memory is filled, or None if there is neither.
     parts
-        The units that took its place: it was a composite, which was taken apart when it had to leave.
+        The units that took its place: it was a composite, which was taken apart when it had to
+        leave.
     """
 
     __slots__ = ("arrays", "estimated", "nbytes", "offered", "parts", "references", "streams", "users")
@@ -125,7 +126,8 @@ class AllocationRef(weakref.ref[Any]):
 class DeviceMemory:
     """The bytes of a unit while they are on the device: a value of the device's manager.
 
-    Nothing but the manager refers to it for long. Arrays refer to what keeps the allocation alive, not to this.
+    Nothing but the manager refers to it for long. Arrays refer to what keeps the allocation alive,
+    not to this.
 
     Parameters
     ----------

@@ -62,8 +62,9 @@ class Outcome:
     job
         Which.
     verdict
-        ``right``; ``wrong``; ``lost``: an error says that something is lost that cannot be computed again; ``refused``:
-        the cluster did not take the data; ``failed``: any other error; ``hung``: no end within the patience.
+        ``right``; ``wrong``; ``lost``: an error says that something is lost that cannot be computed
+        again; ``refused``: the cluster did not take the data; ``failed``: any other error;
+        ``hung``: no end within the patience.
     seconds
         How long it took.
     detail
@@ -126,7 +127,8 @@ def run_round(arm: Arm, plan: Round, patience: float, dumps: Path) -> RoundResul
 
     Notes
     -----
-    Blocks. Does not raise for what an arm does, and ends the processes that it has started whatever happens.
+    Blocks. Does not raise for what an arm does, and ends the processes that it has started whatever
+    happens.
     """
     started = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -290,7 +292,8 @@ class _Jobs:
             return "refused", str(error)
         except BaseException as error:  # also the cancellation of what it waits for
             verdict = "lost" if is_told_loss(job.kind, error) else "failed"
-            # The client keeps the error beside a future, and the error keeps the frames that keep the future.
+            # The client keeps the error beside a future, and the error keeps the frames that keep
+            # the future.
             traceback.clear_frames(error.__traceback__)
             cut_loose(error)
             return verdict, f"{type(error).__name__}: {error}"

@@ -133,7 +133,7 @@ class Injector:
                 self.hung.append(thread.name.removeprefix("chaos-"))
         self._beside.clear()
 
-    # -- one fault -----------------------------------------------------------------------------------
+    # -- one fault ---------------------------------------------------------------------------------
 
     def _inject(self, fault: Fault) -> None:
         if fault.kind == "add":
@@ -180,7 +180,7 @@ class Injector:
         self._aside("retire", retire)
         return True
 
-    # -- files ---------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def _do_flip(self, fault: Fault, nanny: Nanny, pid: int) -> bool:
         random = Random(f"{fault}")
@@ -195,8 +195,9 @@ class Injector:
                     file.seek(place)
                     file.write(bytes([byte[0] ^ 1 << random.randrange(8)]))
 
-        # Of a file that is being written the bytes are hashed as the system has them then, so a change before that is
-        # no damage but what was written. No disk can make it: the bytes are in the page cache.
+        # Of a file that is being written the bytes are hashed as the system has them then, so a
+        # change before that is no damage but what was written. No disk can make it: the bytes are
+        # in the page cache.
         return self._damage(fault, nanny, pid, flip, spared=_being_written)
 
     def _do_truncate(self, fault: Fault, nanny: Nanny, pid: int) -> bool:
@@ -215,8 +216,8 @@ class Injector:
     ) -> bool:
         hit = 0
         with _standing_still(pid):
-            # A file that is mapped was verified, and is being sent. A disk does not change what is in memory already;
-            # another writer of the file would.
+            # A file that is mapped was verified, and is being sent. A disk does not change what is
+            # in memory already; another writer of the file would.
             untouched = _mapped(pid) | spared(pid)
             paths = [path for path in self._files(nanny, pid) if _inode(path) not in untouched]
             for path in Random(f"{fault}").sample(paths, math.ceil(fault.share * len(paths))):
@@ -235,7 +236,7 @@ class Injector:
         own = nanny.worker_dir
         return files_of(pid, [*([Path(own)] if own else []), *self._shared])
 
-    # -- disks ---------------------------------------------------------------------------------------
+    # -- disks -------------------------------------------------------------------------------------
 
     def _do_full(self, fault: Fault, nanny: Nanny, pid: int) -> bool:
         process = psutil.Process(pid)
@@ -266,7 +267,7 @@ class Injector:
         self._later(fault, end)
         return True
 
-    # -- what ends by itself -------------------------------------------------------------------------
+    # -- what ends by itself -----------------------------------------------------------------------
 
     def _aside(self, kind: str, work: Callable[[], object]) -> None:
         """Do what takes as long as the cluster takes, while other faults go on."""
@@ -316,7 +317,8 @@ def _standing_still(pid: int) -> Iterator[None]:
     if running:
         os.kill(pid, signal.SIGSTOP)
     try:
-        # One that is in a system call ends it first; one that has ended meanwhile is not going to stop.
+        # One that is in a system call ends it first; one that has ended meanwhile is not going to
+        # stop.
         while (status := process.status()) != psutil.STATUS_STOPPED:
             if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 raise psutil.NoSuchProcess(pid)

@@ -1,7 +1,7 @@
 """What happens in a run: jobs, settings and faults of each round, derived from a seed. Pure.
 
-Faults are due in units of tasks that the cluster has finished, not of seconds: a slower machine then
-meets the same faults at about the same points of the same graphs.
+Faults are due in units of tasks that the cluster has finished, not of seconds: a slower machine
+then meets the same faults at about the same points of the same graphs.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def rounds(seed: int, jobs: Sequence[str] = tuple(JOBS), faults: Sequence[str] =
     for number in count():
         specs = [JobSpec(kind, random.randrange(2**31)) for kind in islice(some_job, random.randint(5, 8))]
         tasks = sum(JOBS[spec.kind] for spec in specs)
-        # The last of them may come too late: how many tasks there are depends on what has to be computed again.
+        # The last of them may come too late: how many tasks there are depends on what has to be
+        # computed again.
         due = sorted(random.randrange(tasks) for _ in range(random.randint(4, 8)))
         yield Round(
             number=number,

@@ -38,8 +38,8 @@ def remains(before: Before, directories: list[Path], grace: float) -> Mapping[st
     before
         What :func:`look` returned before the cluster was started.
     directories
-        Those in which workers put their files. What dead stores left in them is swept first, as the next worker would
-        do.
+        Those in which workers put their files. What dead stores left in them is swept first, as the
+        next worker would do.
     grace
         Seconds to wait at most for things to go.
     """
@@ -67,12 +67,14 @@ def files_of(pid: int, directories: list[Path]) -> list[str]:
     pid
         The process.
     directories
-        Those in which it puts its files, and which others use too: what is named after another process is left out.
+        Those in which it puts its files, and which others use too: what is named after another
+        process is left out.
 
     Returns
     -------
     list of str
-        Those that have names, and those that are open and have none any more, by the system's name for them.
+        Those that have names, and those that are open and have none any more, by the system's name
+        for them.
     """
     found = []
     for directory in directories:

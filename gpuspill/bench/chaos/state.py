@@ -31,7 +31,8 @@ HELD = frozenset({"keys", "values", "host_nbytes", "disk_nbytes", "some keys", "
 def examine(dask_worker: Worker) -> tuple[int, dict[str, object]]:
     """Return how many admissions overran the limit, and what keeps a worker from being at rest.
 
-    Runs in the worker. Nothing does if no key is left and no byte is in memory, on disk, pinned or promised.
+    Runs in the worker. Nothing does if no key is left and no byte is in memory, on disk, pinned or
+    promised.
     """
     data = cast("Any", dask_worker.data)
     manager = getattr(data, "manager", None)
@@ -41,7 +42,8 @@ def examine(dask_worker: Worker) -> tuple[int, dict[str, object]]:
         manager.validate()
     except AssertionError as error:
         return 0, {"validate": repr(error)}
-    # What a task that failed had, and futures of its client, are in the frames of its error until a collection.
+    # What a task that failed had, and futures of its client, are in the frames of its error until a
+    # collection.
     gc.collect()
     found = data.statistics()
     names = ("keys", "values", "host_nbytes", "disk_nbytes", "pinned_nbytes", "reserved_nbytes", "waiting")
@@ -65,8 +67,8 @@ def describe(cluster: LocalCluster, directory: Path) -> str:
 
     Notes
     -----
-    Asks no worker anything, which might hang too, but sends each a signal. Reads the scheduler's state from another
-    thread than its own: that of a cluster which does nothing.
+    Asks no worker anything, which might hang too, but sends each a signal. Reads the scheduler's
+    state from another thread than its own: that of a cluster which does nothing.
     """
     return "\n".join([*_scheduler(cluster.scheduler), *_workers(cluster, directory), "", "this process", *_here()])
 

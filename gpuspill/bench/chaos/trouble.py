@@ -1,7 +1,8 @@
 """Files of a worker that are slow, cannot be read, or cannot be written: told by a note on disk.
 
-A worker that is stopped or stuck answers no call, and one that was just started again has forgotten what it was
-told. So its store looks, before each operation, for a note that is named after its process.
+A worker that is stopped or stuck answers no call, and one that was just started again has forgotten
+what it was told. So its store looks, before each operation, for a note that is named after its
+process.
 """
 
 from __future__ import annotations

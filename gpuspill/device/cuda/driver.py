@@ -1,9 +1,9 @@
 """CUDA's driver: a real GPU below :class:`gpuspill.device.cuda.device.GpuDevice`.
 
-Streams, events, copies and pinned memory by ``cuda.bindings.driver``, by documented functions only. Memory by
-RMM where the process uses it (:mod:`gpuspill.device.cuda.memory`), else by the driver itself. What is known of the
-whole device is NVML's answer where it is installed, else the driver's. Nothing here makes a context before there is
-something to allocate or copy.
+Streams, events, copies and pinned memory by ``cuda.bindings.driver``, by documented functions only.
+Memory by RMM where the process uses it (:mod:`gpuspill.device.cuda.memory`), else by the driver
+itself. What is known of the whole device is NVML's answer where it is installed, else the driver's.
+Nothing here makes a context before there is something to allocate or copy.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class CudaDriver:
 
     Notes
     -----
-    Thread-safe. The device's primary context, which libraries use as well, is retained with the first call that needs
-    it, and made current in the calling thread for the length of each call.
+    Thread-safe. The device's primary context, which libraries use as well, is retained with the
+    first call that needs it, and made current in the calling thread for the length of each call.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -132,7 +132,8 @@ class CudaDriver:
     def uuid(self) -> str:
         """UUID of the device, or of the instance of a shared one."""
         driver = self._cuda
-        # Which says of an instance of a MIG device what the instance is; newer bindings have only one of the two.
+        # Which says of an instance of a MIG device what the instance is; newer bindings have only
+        # one of the two.
         ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
         return str(uuid.UUID(bytes=bytes(self._checked(ask(self._device)).bytes)))
 
@@ -312,8 +313,8 @@ class CudaDriver:
     def pin(self, nbytes: int) -> int:
         """Return the address of new pinned memory, pinned for all devices of the process.
 
-        It is memory of the process as any other, of huge pages where the system has some, so it counts as such. Where
-        that cannot be pinned the driver allocates it.
+        It is memory of the process as any other, of huge pages where the system has some, so it
+        counts as such. Where that cannot be pinned the driver allocates it.
         """
         driver = self._cuda
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

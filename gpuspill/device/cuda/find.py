@@ -92,7 +92,8 @@ def _open() -> GpuDevice:
     return GpuDevice(driver)
 
 
-# One a process, as there is one set of devices a process: workers that share the process share streams and staging.
+# One a process, as there is one set of devices a process: workers that share the process share
+# streams and staging.
 _opened: Final = _Opened()
 
 
@@ -104,7 +105,7 @@ def device() -> Device:
     NoDevice
         There is none, or no driver.
     ConfigError
-        There is one that cannot be used: a library is missing (the message says which), the driver does not start or is
-        too old, or the device has no memory of its own.
+        There is one that cannot be used: a library is missing (the message says which), the driver
+        does not start or is too old, or the device has no memory of its own.
     """
     return _opened.get()

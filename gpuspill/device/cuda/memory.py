@@ -1,7 +1,7 @@
 """Where the port's own memory on a GPU comes from: RMM, where the process uses it, or else the driver.
 
-By RMM everybody's allocations that do not fit ask the hooks. Without it only those that are made here do: libraries
-that allocate by themselves do not say when they run out.
+By RMM everybody's allocations that do not fit ask the hooks. Without it only those that are made
+here do: libraries that allocate by themselves do not say when they run out.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class _RmmPiece:
 
     def free(self) -> None:
         """Give it back."""
-        # In a finaliser, perhaps at the end of the process, when CUDA is gone and all memory with it.
+        # In a finaliser, perhaps at the end of the process, when CUDA is gone and all memory with
+        # it.
         with suppress(DeviceError), self._gpu.current():
-            # On the default stream, though it was allocated on ours: it is there, or on streams ordered with it, that
-            # arrays on it may still be in use.
+            # On the default stream, though it was allocated on ours: it is there, or on streams
+            # ordered with it, that arrays on it may still be in use.
             self._resource.deallocate(self.address, self._nbytes)
 
 
@@ -135,7 +136,8 @@ class OwnMemory:
     cuda
         The module ``cuda.bindings.driver``.
     pools
-        Whether the device has stream-ordered memory (``cuMemAllocAsync``), which is freed without waiting for it.
+        Whether the device has stream-ordered memory (``cuMemAllocAsync``), which is freed without
+        waiting for it.
     """
 
     def __init__(self, gpu: Gpu, cuda: Any, *, pools: bool) -> None:

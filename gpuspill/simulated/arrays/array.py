@@ -22,7 +22,8 @@ __all__ = ["Array", "restore"]
 
 def _computes(name: str, *, in_place: bool = False) -> Callable[..., Any]:
     function = getattr(np.ndarray, name)
-    # The positions in the function's parameters are those in the method's, with the array itself as the first.
+    # The positions in the function's parameters are those in the method's, with the array itself as
+    # the first.
     host = PARAMETERS.get(name, ())
 
     def method(self: Array, *args: Any, **kwargs: Any) -> Any:
@@ -79,8 +80,8 @@ class Array(ArrayView, NDArrayOperatorsMixin):
 
     Notes
     -----
-    Its memory is freed with the last array on it. As safe to use from several threads as NumPy's. Pickling copies it
-    through the host; it comes back on the current device of the receiver.
+    Its memory is freed with the last array on it. As safe to use from several threads as NumPy's.
+    Pickling copies it through the host; it comes back on the current device of the receiver.
     """
 
     __slots__ = ()
@@ -154,7 +155,8 @@ class Array(ArrayView, NDArrayOperatorsMixin):
         return format(self.item(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
-        # No content: a message or a log must not move data, nor fail because the data is not there yet.
+        # No content: a message or a log must not move data, nor fail because the data is not there
+        # yet.
         return f"<{type(self).__module__}.Array of {self.shape} {self.dtype} on {self.device.identity}>"
 
     def __reduce__(self) -> tuple[Any, ...]:

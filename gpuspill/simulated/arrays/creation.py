@@ -22,7 +22,8 @@ def asarray(value: Any, dtype: Any = None, order: str | None = None, *, device: 
     Parameters
     ----------
     value
-        Anything that NumPy makes an array of; an :class:`Array`, which is returned as it is if it fits; lists of those.
+        Anything that NumPy makes an array of; an :class:`Array`, which is returned as it is if it
+        fits; lists of those.
     dtype, order
         As for :func:`numpy.asarray`.
     device

@@ -1,7 +1,7 @@
 """Which simulated device is meant when none is named.
 
-The current device is that of the context (:func:`use`), else the process's default, which is made when it is first
-needed, from dask's configuration:
+The current device is that of the context (:func:`use`), else the process's default, which is made
+when it is first needed, from dask's configuration:
 
 ===================================== ======= ===========================================
 setting                               default meaning
@@ -51,7 +51,8 @@ class _Default:
             return self._device
 
 
-# One a process, as there is one set of devices a process; everything else of a device is in the device.
+# One a process, as there is one set of devices a process; everything else of a device is in the
+# device.
 _default: Final = _Default()
 
 
@@ -82,14 +83,15 @@ def configure(**options: Any) -> SimulatedDevice:
     Parameters
     ----------
     **options
-        `memory` (bytes), `bandwidth` (bytes a second, None for no limit), `latency` and `kernel_latency` (seconds),
-        `checks`; in any form that a configuration file may have (``"100 MB"``, ``"1 ms"``).
+        `memory` (bytes), `bandwidth` (bytes a second, None for no limit), `latency` and
+        `kernel_latency` (seconds), `checks`; in any form that a configuration file may have (``"100
+        MB"``, ``"1 ms"``).
 
     Raises
     ------
     ConfigError
-        An option is unknown or its value cannot be used, or `memory` is less than what is allocated. Nothing was
-        changed.
+        An option is unknown or its value cannot be used, or `memory` is less than what is
+        allocated. Nothing was changed.
     """
     changed = device()
     try:

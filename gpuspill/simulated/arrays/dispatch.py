@@ -15,7 +15,8 @@ __all__ = ["register"]
 
 
 def _numel(array: Array, **kwargs: Any) -> Any:
-    # How many elements each result of a reduction covers; on the device, so that it can be divided by.
+    # How many elements each result of a reduction covers; on the device, so that it can be divided
+    # by.
     axis, keepdims = kwargs.get("axis"), kwargs.get("keepdims", False)
     axes = range(array.ndim) if axis is None else (axis if isinstance(axis, tuple | list) else [axis])
     covered = {a % array.ndim for a in axes}

@@ -2,10 +2,11 @@
 
 Two ways, as for real devices:
 
-* :func:`describe` and :func:`rebuild`: by allocation. What moves is the allocation, once, whatever the number of
-  arrays on it.
-* :func:`to_frames` and :func:`from_frames`: a header and frames that alias the device's memory, in the manner of
-  dask's ``cuda`` serialisation family. Nothing is copied on the device, also if the array has gaps.
+* :func:`describe` and :func:`rebuild`: by allocation. What moves is the allocation, once, whatever
+  the number of arrays on it.
+* :func:`to_frames` and :func:`from_frames`: a header and frames that alias the device's memory, in
+  the manner of dask's ``cuda`` serialisation family. Nothing is copied on the device, also if the
+  array has gaps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """NumPy's functions and ufuncs on arrays of the simulated device (NEP 13 and NEP 18).
 
-Any function of NumPy that dispatches works, by running on the device's memory; this module knows the exceptions: those
-that only look (they give views and compute nothing), those that write to an argument, those that convert, those that
-read the device's memory for the host and are therefore refused, and which arguments may be host arrays.
+Any function of NumPy that dispatches works, by running on the device's memory; this module knows
+the exceptions: those that only look (they give views and compute nothing), those that write to an
+argument, those that convert, those that read the device's memory for the host and are therefore
+refused, and which arguments may be host arrays.
 """
 
 from __future__ import annotations

@@ -17,13 +17,14 @@ def run_kernel(
 ) -> Any:
     """Enqueue a computation of one's own on the current stream, as a kernel of a GPU.
 
-    It takes `seconds` of the device's time, and no processor's: with the real clock, a thread that waits for
-    the stream sleeps. What the function itself costs comes on top, in the calling thread.
+    It takes `seconds` of the device's time, and no processor's: with the real clock, a thread that
+    waits for the stream sleeps. What the function itself costs comes on top, in the calling thread.
 
     Parameters
     ----------
     function
-        What computes. It is called at once, with what NumPy sees of the arrays in the place of arrays of the device.
+        What computes. It is called at once, with what NumPy sees of the arrays in the place of
+        arrays of the device.
     *args, **kwargs
         Its arguments; lists and tuples are looked into.
     writes

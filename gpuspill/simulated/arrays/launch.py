@@ -1,8 +1,8 @@
 """Running NumPy on the device's memory: arguments in, computation, results out.
 
-Only here do arrays of the device meet NumPy. The arguments are looked at in place; a result that shares their memory
-becomes an array on the same allocation; any other becomes new memory of the device, and may so run out of it. What
-NumPy needs in between is not counted.
+Only here do arrays of the device meet NumPy. The arguments are looked at in place; a result that
+shares their memory becomes an array on the same allocation; any other becomes new memory of the
+device, and may so run out of it. What NumPy needs in between is not counted.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Call:
     def wrap(self, result: Any, what: str = "a computation") -> Any:
         """Return a result of NumPy as arrays of the device; tuples and lists are looked into.
 
-        Scalars become arrays without axes. What is neither array nor scalar of NumPy stays as it is.
+        Scalars become arrays without axes. What is neither array nor scalar of NumPy stays as it
+        is.
 
         Raises
         ------
@@ -136,7 +137,8 @@ class Call:
 
     def _adopt(self, result: HostArray, what: str) -> ArrayView:
         dtype = supported(result.dtype)
-        # A result that is part of something larger, or has gaps, must not keep more memory than it is charged for.
+        # A result that is part of something larger, or has gaps, must not keep more memory than it
+        # is charged for.
         if result.base is not None and getattr(result.base, "nbytes", 0) != result.nbytes:
             result = result.copy(order="K")
         raw = dense_bytes(result)

@@ -68,8 +68,8 @@ def to_device(
 def to_host(array: ArrayView) -> HostArray:
     """Return a copy of `array` as NumPy's; blocks until it is there.
 
-    The copy is enqueued on the current stream. An array without gaps keeps its order of axes; any other comes back in
-    C order, and is not copied on the device first.
+    The copy is enqueued on the current stream. An array without gaps keeps its order of axes; any
+    other comes back in C order, and is not copied on the device first.
     """
     device = array.device
     array.allocation.require()

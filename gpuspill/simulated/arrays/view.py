@@ -20,7 +20,8 @@ def supported(dtype: Any) -> np.dtype[Any]:
     Raises
     ------
     TypeError
-        They cannot: only booleans and numbers in native byte order can, up to 8 bytes (16 if complex).
+        They cannot: only booleans and numbers in native byte order can, up to 8 bytes (16 if
+        complex).
     """
     found: np.dtype[Any] = np.dtype(dtype)
     if found.kind not in "biufc" or not found.isnative or found.itemsize > (16 if found.kind == "c" else 8):

@@ -50,11 +50,12 @@ class ManualClock(Clock):
     Parameters
     ----------
     jump
-        True: a thread that waits for a later moment moves the clock there and goes on. So a single thread can run a
-        whole job and read off how long it would have taken. False: it blocks until another thread calls
-        :meth:`advance`.
+        True: a thread that waits for a later moment moves the clock there and goes on. So a single
+        thread can run a whole job and read off how long it would have taken. False: it blocks until
+        another thread calls :meth:`advance`.
     guard
-        Real seconds after which a blocked wait gives up with RuntimeError instead of hanging the test.
+        Real seconds after which a blocked wait gives up with RuntimeError instead of hanging the
+        test.
     """
 
     runs_by_itself = False

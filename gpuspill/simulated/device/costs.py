@@ -17,14 +17,16 @@ class HostCosts:
     Attributes
     ----------
     call
-        Seconds that a call of the driver takes of the calling thread: a copy that is enqueued, an event that is
-        recorded or looked at, an allocation.
+        Seconds that a call of the driver takes of the calling thread: a copy that is enqueued, an
+        event that is recorded or looked at, an allocation.
     latency
         Seconds that a copy takes on the link besides its bytes.
     memcpy
-        Bytes a second that a thread moves between two places in host memory that it has touched before.
+        Bytes a second that a thread moves between two places in host memory that it has touched
+        before.
     fresh
-        Bytes a second that it moves into memory that no one has touched: the system finds and clears pages meanwhile.
+        Bytes a second that it moves into memory that no one has touched: the system finds and
+        clears pages meanwhile.
     pin
         Bytes a second at which memory is pinned.
 
@@ -47,8 +49,9 @@ class HostCosts:
                 raise ValueError(f"{field.name}: expected a positive number, found {value!r}")
 
 
-#: The link is the machine's, and is named apart. What the host pays was measured on two cores of a virtual machine, but
-#: for the calls, the latency and pinning, which are published measurements of such machines.
+#: The link is the machine's, and is named apart. What the host pays was measured on two cores of a
+#: virtual machine, but for the calls, the latency and pinning, which are published measurements of
+#: such machines.
 MODELS: Final[Mapping[str, HostCosts]] = MappingProxyType(
     {"h200": HostCosts(call=2e-6, latency=1.5e-6, memcpy=15e9, fresh=5e9, pin=6e9)}
 )

@@ -3,18 +3,19 @@
 It needs no GPU, no thread and no real time, and it is stricter than a GPU where that finds bugs:
 
 * It has a fixed capacity; what does not fit calls the out-of-memory hooks, then raises.
-* Copies are late. Their bytes move when they are *observed* (a thread waits for the event, or for what is ordered
-  after it), never because time has passed; before that the destination holds a poison. A program that forgot to wait
-  reads the poison on every run, and not on one in a thousand.
+* Copies are late. Their bytes move when they are *observed* (a thread waits for the event, or for
+  what is ordered after it), never because time has passed; before that the destination holds a
+  poison. A program that forgot to wait reads the poison on every run, and not on one in a thousand.
 * Work that is not ordered after what it depends on raises :class:`~gpuspill.device.port.UnorderedAccess`. This follows
   from the order that the program established, by vector clocks, whatever the latencies. Ordering is checked for each
   allocation as a whole.
-* Freeing memory under a copy raises: at once if it was freed through the port, from the copy's event if the last
-  reference was dropped. Changing the host's end of a copy to the device raises from the event, too.
+* Freeing memory under a copy raises: at once if it was freed through the port, from the copy's
+  event if the last reference was dropped. Changing the host's end of a copy to the device raises
+  from the event, too.
 
-Computations are done at once, but count as enqueued on a stream, so a copy of their result has to be ordered
-after them as on a GPU. The parts are in :mod:`gpuspill.simulated.device`, the array type that lives here is in
-:mod:`gpuspill.simulated`.
+Computations are done at once, but count as enqueued on a stream, so a copy of their result has to
+be ordered after them as on a GPU. The parts are in :mod:`gpuspill.simulated.device`, the array type
+that lives here is in :mod:`gpuspill.simulated`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ __all__ = [
     "SimulatedStream",
 ]
 
-# Gives devices different names and addresses, as a driver would. A counter is all that devices share.
+# Gives devices different names and addresses, as a driver would. A counter is all that devices
+# share.
 _serials = itertools.count()
 
 
@@ -79,10 +81,12 @@ class SimulatedDevice(Device):
     kernel_latency
         Seconds that each computation takes.
     checks
-        Whether to poison new memory and pending destinations, and to notice that a source in host memory changes
-        under a copy. Costs about as much as each copy again. Ordering and freeing are always checked.
+        Whether to poison new memory and pending destinations, and to notice that a source in host
+        memory changes under a copy. Costs about as much as each copy again. Ordering and freeing
+        are always checked.
     moves
-        Whether copies move bytes. False: they only take their time, and memory that no one touches takes none.
+        Whether copies move bytes. False: they only take their time, and memory that no one touches
+        takes none.
     fragments
         Whether free memory may be in pieces that are too small for an allocation, as in a pool.
     clock
@@ -135,7 +139,8 @@ class SimulatedDevice(Device):
         Raises
         ------
         ValueError
-            A value makes no sense, or `memory` is less than what is allocated now; nothing was changed.
+            A value makes no sense, or `memory` is less than what is allocated now; nothing was
+            changed.
         TypeError
             There is no such property.
         """
@@ -266,7 +271,8 @@ class SimulatedDevice(Device):
         copy = Copy(kind, allocation, layout, host, checks=configuration.checks, moves=configuration.moves)
         with self._lock:
             replaces_pending = self._check_copy(copy, allocation, ours)
-        # Between checking and enqueueing, as the lock must be free. An earlier copy may still need what is there.
+        # Between checking and enqueueing, as the lock must be free. An earlier copy may still need
+        # what is there.
         if configuration.checks and not replaces_pending:
             copy.poison()
         with self._lock:

@@ -12,7 +12,8 @@ from gpuspill.simulated.device.streams import Schedule, SimulatedEvent, Simulate
 
 __all__ = ["Kernels"]
 
-# Stream to compute on, by the number of its device's schedule. The mappings are never changed, only replaced.
+# Stream to compute on, by the number of its device's schedule. The mappings are never changed, only
+# replaced.
 _chosen: ContextVar[MappingProxyType[int, SimulatedStream]] = ContextVar(
     "gpuspill-simulated-streams", default=MappingProxyType({})
 )
@@ -55,8 +56,8 @@ class Kernels:
     ) -> SimulatedEvent:
         """Enqueue a computation on the current stream and wait for the bytes it needs; the caller then computes.
 
-        It needs the bytes of copies that it is ordered after and that have not landed. That wait is the simulation's,
-        not the program's: those copies do not count as observed.
+        It needs the bytes of copies that it is ordered after and that have not landed. That wait is
+        the simulation's, not the program's: those copies do not count as observed.
 
         Parameters
         ----------

@@ -80,7 +80,8 @@ class SimulatedAllocation(Allocation):
         self.writer: Mark | None = None
         self.readers: dict[int, Mark] = {}
         self.copies: set[Copy] = set()
-        # May run in any thread, at any point, also while that thread holds the device's lock: so no lock there.
+        # May run in any thread, at any point, also while that thread holds the device's lock: so no
+        # lock there.
         self._ending = Ending(partial(heap.dropped.append, address))
 
     @property

@@ -1,7 +1,8 @@
 """A simulated device that says what its use would have cost the host: links, calls, pinning and copies in host memory.
 
-Nothing sleeps, and unless it is told to, no byte moves: a clock accounts for all of it (:class:`ThreadClock`). So
-gigabytes can be copied at the speed of a link on a machine that has neither.
+Nothing sleeps, and unless it is told to, no byte moves: a clock accounts for all of it
+(:class:`ThreadClock`). So gigabytes can be copied at the speed of a link on a machine that has
+neither.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class ModelledDevice(SimulatedDevice):
     moves
         Whether copies move bytes as well.
     fence_by_stream
-        Whether computations are waited for by an event of the default stream, and not by waiting for the device.
+        Whether computations are waited for by an event of the default stream, and not by waiting
+        for the device.
 
     Attributes
     ----------
@@ -57,8 +59,8 @@ class ModelledDevice(SimulatedDevice):
 
     Notes
     -----
-    Memory of the host that no copy touched before is fresh, by pages of 2 MiB; what a pool hands out again counts as
-    fresh again.
+    Memory of the host that no copy touched before is fresh, by pages of 2 MiB; what a pool hands
+    out again counts as fresh again.
     """
 
     clock: ThreadClock

@@ -209,7 +209,8 @@ class Schedule:
         if allocation.writer is not None:
             marks.append(allocation.writer)
         event = SimulatedEvent(self, self.streams[0])
-        # What is observed to be done needs no waiting; the rest is done when its stream is, at the latest.
+        # What is observed to be done needs no waiting; the rest is done when its stream is, at the
+        # latest.
         event.seen = {ident: number for ident, number, _ in marks if self.streams[ident].completed < number}
         event.number, event.due = 0, max((self.streams[ident].ready_at for ident in event.seen), default=0.0)
         return event
@@ -320,8 +321,9 @@ class Schedule:
     def _carry(self, stream: SimulatedStream, number: int) -> None:
         """Move the bytes of a stream's copies up to `number`, each after what it is ordered after.
 
-        One thread at a time for each stream; others wait for it. They cannot wait for each other in a circle: a copy
-        is taken up only when all before it on its stream have landed, and nothing is ordered after itself.
+        One thread at a time for each stream; others wait for it. They cannot wait for each other in
+        a circle: a copy is taken up only when all before it on its stream have landed, and nothing
+        is ordered after itself.
         """
         while True:
             with self.condition:

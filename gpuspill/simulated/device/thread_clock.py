@@ -16,7 +16,8 @@ __all__ = ["ThreadClock"]
 class _Thread:
     """What is known of a thread: processor time at its begin and of what is left out, and time that is modelled.
 
-    It is the context of its calls, too, so that to count one costs next to nothing of the time that counts.
+    It is the context of its calls, too, so that to count one costs next to nothing of the time that
+    counts.
     """
 
     began: float
@@ -49,10 +50,11 @@ class _Thread:
 class ThreadClock(Clock):
     """Accounts for time, and never sleeps.
 
-    A thread's time is the processor time that it really took, without what it spent in the simulation (:meth:`call`),
-    and what the model charges for that instead (:meth:`spend`, and waiting for work of the device). Threads begin
-    together, at :meth:`begin`. So what is measured depends neither on other processes nor on how slowly the simulation
-    moves bytes. Waiting of one thread for another is not seen: it is for threads that begin together and end alone.
+    A thread's time is the processor time that it really took, without what it spent in the
+    simulation (:meth:`call`), and what the model charges for that instead (:meth:`spend`, and
+    waiting for work of the device). Threads begin together, at :meth:`begin`. So what is measured
+    depends neither on other processes nor on how slowly the simulation moves bytes. Waiting of one
+    thread for another is not seen: it is for threads that begin together and end alone.
 
     Parameters
     ----------

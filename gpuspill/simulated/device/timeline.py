@@ -14,11 +14,11 @@ class Span(NamedTuple):
     Attributes
     ----------
     lane
-        Where it was done: ``"to_host"`` and ``"to_device"`` are the links, whatever the stream; a computation has the
-        name of its stream.
+        Where it was done: ``"to_host"`` and ``"to_device"`` are the links, whatever the stream; a
+        computation has the name of its stream.
     start, end
-        Seconds of the device's clock, as scheduled. A thread that waits for a copy sees a later end if its bytes take
-        longer to move than the link would need.
+        Seconds of the device's clock, as scheduled. A thread that waits for a copy sees a later end
+        if its bytes take longer to move than the link would need.
     nbytes
         Of a copy; 0 of a computation.
     """

@@ -1,8 +1,9 @@
 """A stand-in for NVIDIA's driver: real libraries for CUDA run on it in host memory, without a GPU.
 
-``libcuda.c``, beside this file, says what it models. It is built by the system's compiler when it is asked for, and
-loaded before any library that looks for ``libcuda.so.1``: these find it by that name. It moves memory and runs no
-kernels; CUDA's runtime library, which asks the driver for tables that are not documented, does not work on it.
+``libcuda.c``, beside this file, says what it models. It is built by the system's compiler when it
+is asked for, and loaded before any library that looks for ``libcuda.so.1``: these find it by that
+name. It moves memory and runs no kernels; CUDA's runtime library, which asks the driver for tables
+that are not documented, does not work on it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def load(path: str | os.PathLike[str]) -> StandIn:
     Parameters
     ----------
     path
-        What :func:`build` returned. Other processes find it with the directory in ``LD_LIBRARY_PATH``.
+        What :func:`build` returned. Other processes find it with the directory in
+        ``LD_LIBRARY_PATH``.
 
     Raises
     ------
@@ -88,9 +90,9 @@ class StandIn:
     Parameters
     ----------
     library
-        The library. Its environment variables are read at the first call: ``STANDIN_MEMORY`` (bytes of a device),
-        ``STANDIN_DEVICES``, ``STANDIN_VERSION`` (of the driver: 13000), ``STANDIN_POOLS`` (0: no stream-ordered
-        allocator), ``STANDIN_INTEGRATED``.
+        The library. Its environment variables are read at the first call: ``STANDIN_MEMORY`` (bytes
+        of a device), ``STANDIN_DEVICES``, ``STANDIN_VERSION`` (of the driver: 13000),
+        ``STANDIN_POOLS`` (0: no stream-ordered allocator), ``STANDIN_INTEGRATED``.
 
     Notes
     -----
@@ -123,7 +125,8 @@ class StandIn:
         Parameters
         ----------
         function
-            Its name in the library (``cuMemAlloc_v2``); ``copy`` lets the doing of a copy fail, and the device with it.
+            Its name in the library (``cuMemAlloc_v2``); ``copy`` lets the doing of a copy fail, and
+            the device with it.
         result
             The ``CUresult``.
         skip
