@@ -1,4 +1,4 @@
-"""What values are charged in memory, and the sums over all values that statistics would else need a scan for."""
+"""What values are charged in memory, and the sums over all of them that statistics show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Charges"]
 
 
 class Charges:
-    """Told of every change of where a value is, of its size, its pins. Decides nothing. Not thread-safe; O(1).
+    """Told where each value is, its size and its pins. Decides nothing. Not thread-safe; O(1).
 
     A value counts as used in memory while it is there or on its way back. A method that is named
     after a change of the residency is to be called after it.
@@ -133,7 +133,7 @@ class Charges:
         self._count_spilled(entry, -1)
 
     def drop(self, entry: Entry) -> None:
-        """It left memory and is on disk only. When it comes back it takes what it had in common with others too."""
+        """It left memory and is on disk only. Coming back it takes what it shared, too."""
         self.memory.used -= entry.nbytes
         if entry.rare is not None and entry.parts:
             entry.nbytes = entry.apart_nbytes

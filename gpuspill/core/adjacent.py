@@ -1,4 +1,4 @@
-"""Which pieces of memory to free so that what is asked for fits in one: those that lie side by side.
+"""Which pieces of memory to free so that an allocation fits: those that lie side by side.
 
 An allocator whose free memory is in many small pieces has no room for a large one, however much is
 free. To free values in the order of their use does not change that soon: they lie anywhere.
@@ -19,7 +19,7 @@ _GAP: Final = 512
 
 
 class Piece(NamedTuple, Generic[T]):
-    """Memory that is free, or may be freed: where it is, its bytes, and what has to leave for it (None: nothing)."""
+    """Memory that is free or may be: address, bytes, and what has to leave for it (or None)."""
 
     address: int
     nbytes: int
@@ -27,7 +27,7 @@ class Piece(NamedTuple, Generic[T]):
 
 
 def cheapest_run(pieces: Iterable[Piece[T]], nbytes: int) -> list[T]:
-    """Return what has to leave so that `nbytes` bytes are free side by side: the fewest bytes that do.
+    """Return what has to leave so that `nbytes` are free side by side: the fewest bytes.
 
     Nothing if no pieces that lie side by side are enough. O(n log n).
     """

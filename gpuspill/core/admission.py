@@ -56,7 +56,7 @@ class Room:
     # -- eviction without a write ------------------------------------------------------------------
 
     def balance(self) -> None:
-        """Drop clean values that come first in the order while room is needed, then serve those who wait.
+        """Drop clean values, the first in the order, while room is needed; then serve the line.
 
         Values that need a write are left to :meth:`Spills.next <gpuspill.core.spills.Spills.next>`.
         """
@@ -82,7 +82,7 @@ class Room:
             self.grant_waiting()
 
     def make_ahead(self, nbytes: int, order: Order) -> bool:
-        """Make room for a value that is used next at `order`, of clean ones needed later or not at all.
+        """Make room for a value used next at `order`, of clean ones needed later or not at all.
 
         Takes nothing from those who wait. Returns whether there is room; who calls this lets in
         those who wait afterwards, as what was looked at may have been the last thing that could
@@ -102,7 +102,7 @@ class Room:
     # -- admission ---------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation:
-        """Ask for room. The reservation is granted now, or appears in :attr:`Effects.granted` later.
+        """Ask for room. It is granted now, or appears in :attr:`Effects.granted` later.
 
         A smaller `order` is more urgent.
         """
@@ -119,7 +119,7 @@ class Room:
         return reservation
 
     def reserve_now(self, nbytes: int, kind: Kind, order: Order = ()) -> Reservation | None:
-        """Ask for room that is there, or where there are clean values. None if it would have to be waited for."""
+        """Ask for room that is free or held by clean values. None if it would have to wait."""
         reservation = Reservation(kind, max(0, nbytes), order)
         granted = self._grant_now(reservation)
         self._serve()
@@ -145,12 +145,12 @@ class Room:
             self.balance()
 
     def detach(self, reservation: Reservation) -> None:
-        """The asker may itself wait for others in line, so those do not wait for its end. Idempotent."""
+        """The asker may itself wait for others in line, so those do not wait for it. Idempotent."""
         self._memory.detach(reservation)
         self._serve()
 
     def relent(self) -> None:
-        """Nothing has changed for long: let in the first in line, unless something can make room for it."""
+        """Nothing has changed for long: let in the first in line if nothing can make room."""
         first = self._memory.line.first()
         if first is not None and not self._can_make_room(first):
             self._let_in(first)
@@ -169,7 +169,7 @@ class Room:
             self.grant_waiting()
 
     def grant_waiting(self) -> None:
-        """Let in those for whom there is room, in their turn, and one at a time for whom nothing can make any."""
+        """Let in those for whom there is room, and one at a time for whom none can be made."""
         memory = self._memory
         while (first := memory.line.first()) is not None:
             if not memory.fits(first.nbytes) and (self._can_make_room(first) or self._has_to_wait(first)):
@@ -184,16 +184,16 @@ class Room:
         self._effects.granted.append(reservation)
 
     def _has_to_wait(self, reservation: Reservation) -> bool:
-        """Whether one for whom there is no room has to wait for the end of another one for whom there was none."""
+        """Whether one that overruns the limit has to wait for the end of another overrun."""
         memory = self._memory
         return memory.beyond > 0 and not self._is_tiny(reservation) and not memory.fits(0)
 
     def _is_tiny(self, reservation: Reservation) -> bool:
-        """Whether it adds so little that no one has to wait for its end, nor it for another one's."""
+        """Whether it adds so little that it and others need not wait for each other's end."""
         return not reservation.nbytes or reservation.nbytes < self._candidates.small_below
 
     def _can_make_room(self, reservation: Reservation) -> bool:
-        """Whether something may still make the room that is missing for one. Small values have to be enough."""
+        """Whether something may still make the missing room. Small values have to be enough."""
         nbytes = self._memory.missing(reservation.nbytes)
         charges, leaving = self._charges, self._memory.leaving
         return (
@@ -204,7 +204,7 @@ class Room:
 
     @property
     def stalled(self) -> int | None:
-        """The number of turns that there were, if the first in line waits for another one's end; else None.
+        """How many turns there were, if the first in line waits for another's end; else None.
 
         As long as it stays the same, nothing has changed: see :meth:`relent`.
         """
@@ -213,7 +213,7 @@ class Room:
         return None if first is None or self._can_make_room(first) else line.turns
 
     def validate(self) -> None:
-        """Raise AssertionError if one waits although nothing can make room, and there is no other one to wait for."""
+        """Raise AssertionError if one waits although nothing can make room or end."""
         first = self._memory.line.first()
         waits = first is not None and not self._can_make_room(first) and not self._has_to_wait(first)
         assert not waits, "a reservation waits although nothing can make room"

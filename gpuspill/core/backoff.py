@@ -29,7 +29,7 @@ class Backoff:
         return self._until - now
 
     def start(self, now: float) -> None:
-        """It is tried now, or just failed for the first time: wait, twice as long as the last time."""
+        """It is tried now, or failed for the first time: wait twice as long as last time."""
         self._wait = min(2 * self._wait, self._most) if self._wait else self._first
         self._until = now + self._wait
 
@@ -48,7 +48,7 @@ class Backoff:
             self._until = now + self._wait
 
     def relent(self, now: float) -> None:
-        """Something changed that makes another attempt worth while: in no more than the first wait, begin anew."""
+        """Another attempt is worth while: begin anew, in no more than the first wait."""
         self._wait = 0.0
         self._until = min(self._until, now + self._first)
 

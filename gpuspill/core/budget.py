@@ -79,7 +79,7 @@ class Budget:
         return 0 if self.limit is None else self.committed + nbytes - self.limit
 
     def excess(self) -> int:
-        """Bytes that still have to be chosen for eviction; zero or less when nothing has to be done."""
+        """Bytes that still have to be chosen for eviction; zero or less if there are none."""
         # Written out: this is asked in every event.
         if self.limit is None:
             return 0
@@ -87,7 +87,7 @@ class Budget:
         return excess + self.demand if self.line.waiting else excess
 
     def over(self) -> bool:
-        """Whether copies that already have a copy below have to go, for the limit or for those who wait."""
+        """Whether copies with a copy below have to go, for the limit or for those who wait."""
         return self.limit is not None and self.committed + self.demand > self.limit
 
     def grant(self, reservation: Reservation, *, overrun: bool = False) -> None:

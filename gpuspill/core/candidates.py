@@ -103,7 +103,7 @@ class Candidates:
         return self._small
 
     def classify(self, entry: Entry, *, first: bool = False) -> None:
-        """Something about the value changed: put it where it belongs, as used just now, or as the `first` to go."""
+        """The value changed: put it where it belongs, as used just now, or as the `first` to go."""
         pid = entry.pid
         if not entry.evictable:
             self.unlist(pid)
@@ -173,11 +173,11 @@ class Candidates:
     # -- choosing ----------------------------------------------------------------------------------
 
     def can_free(self, nbytes: int) -> bool:
-        """Whether trying may free so many bytes: whatever is not small may turn out to be larger than believed."""
+        """Whether trying may free so many bytes; values that are not small may be larger."""
         return self.queue.large > 0 or self.queue.small_nbytes >= nbytes
 
     def next(self, *, small: bool = True) -> Entry | None:
-        """Return the next victim, without taking it out. Those before it that somebody holds are set aside."""
+        """Return the next victim, without taking it out. Held ones before it are set aside."""
         while (pid := self.queue.peek(small=small)) is not None:
             if not self._set_aside_if_held(pid):
                 return self._entries[pid]
@@ -188,7 +188,7 @@ class Candidates:
         return pid in self.queue and not self._is_held(pid)
 
     def written(self, entry: Entry, *, wanted: bool, first: bool) -> bool:
-        """Say whether a value of which there is a record now, and which is in none of the places, may go at once.
+        """Say whether a value that is in none of the places, with a record now, may go at once.
 
         Else it is put where it belongs.
 
@@ -207,7 +207,7 @@ class Candidates:
         return False
 
     def spare(self, pid: int) -> None:
-        """Leave a candidate alone for a while, as one that somebody holds. Nothing if it is none."""
+        """Leave a candidate alone for a while, as one that is held. Nothing if it is none."""
         if pid in self.queue:
             self.queue.discard(pid)
             self._held[pid] = None
@@ -221,7 +221,7 @@ class Candidates:
     # -- trying again ------------------------------------------------------------------------------
 
     def retry(self, held: int, blocked: int) -> None:
-        """Make candidates for now of so many at most of those set aside of each kind, longest set aside first."""
+        """Make candidates of at most so many of each kind that was set aside, oldest first."""
         for pid in list(itertools.islice(self._held, held)):
             del self._held[pid]
             self.classify(self._entries[pid])
@@ -229,7 +229,7 @@ class Candidates:
             self._unblock(pid)
 
     def relieve(self, nbytes: int) -> None:
-        """The disk has room for `nbytes` more: what failed for lack of it, and may fit now, is tried again.
+        """The disk has room for `nbytes` more: try again what failed and may fit now.
 
         Only so many, longest set aside first, and only for so many bytes as became free: trying one
         means to serialise it, and perhaps to write most of it in vain.

@@ -129,14 +129,14 @@ class EvictionQueue:
         self._chosen.add(vid)
 
     def take_out(self, vid: int) -> bool:
-        """Take a value out for a moment; return whether it was in. What was noted of a victim stays."""
+        """Take a value out for a moment; whether it was in. Notes of a victim stay."""
         if vid not in self:
             return False
         self.discard(vid)
         return True
 
     def untouched(self, vid: int) -> bool:
-        """Whether `vid` was chosen and has been neither used nor added nor discarded since. Ends the noting."""
+        """Whether `vid` was chosen, and not used, added or discarded since. Ends the noting."""
         untouched = vid in self._chosen
         self._chosen.discard(vid)
         return untouched
@@ -174,7 +174,7 @@ class EvictionQueue:
     def validate(
         self, clean: Callable[[int], bool] | None = None, order: Callable[[int], Order | None] | None = None
     ) -> None:
-        """Raise AssertionError if the indices contradict each other, or what the policy should know."""
+        """Raise AssertionError if the indices contradict each other or the policy."""
         self.policy.validate(clean, order)
         self._small.validate()
         large, small = set(self.policy), set(self._small)

@@ -262,7 +262,7 @@ class Ledger:
         return iter(self.entries[pid].keys)
 
     def validate(self, used: int, disk_used: int) -> None:
-        """Raise AssertionError unless the indices agree with each other and with the budgets' totals.
+        """Raise AssertionError unless the indices agree with each other and with the budgets.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""How values leave memory, how they are forgotten, and what becomes of the memory that they kept alive.
+"""How values leave memory, how they are forgotten, and what they kept alive.
 
 A value is needed by its keys, its pins, its move in flight, and by other values that have it as a
 *part*: memory that they keep alive. A value that none of these need is forgotten everywhere at
@@ -100,7 +100,7 @@ class Lifetimes:
     # -- parts -------------------------------------------------------------------------------------
 
     def take_parts(self, entry: Entry, parts: tuple[int, ...], apart_nbytes: int) -> None:
-        """The value, in memory and without parts, keeps these alive. They are no candidates while it is there.
+        """The value keeps these alive while it is in memory: they are no candidates then.
 
         Parameters
         ----------
@@ -128,7 +128,7 @@ class Lifetimes:
                 self._effects.released_parts.append(pid)
 
     def release_parts(self, pids: Iterable[int]) -> None:
-        """The values that had these parts are gone from memory: they count as any others, the first to go."""
+        """The values that had these parts left memory: the parts count as others, and go first."""
         for pid in pids:
             entry = self._ledger.entries.get(pid)
             if entry is None or not entry.loose:
@@ -139,7 +139,7 @@ class Lifetimes:
                 self.release(entry)
 
     def leaving_nbytes(self, entry: Entry) -> int:
-        """Bytes that go with the value when it leaves memory: its own, and those of parts that nothing else needs."""
+        """Bytes that go with the value: its own, and those of parts that nothing else needs."""
         if entry.rare is None:
             return entry.nbytes
         return entry.nbytes + sum(self._alone_nbytes(pid) for pid in entry.parts)
@@ -149,7 +149,7 @@ class Lifetimes:
         return 0 if part.owners > 1 or part.keys or part.pins or part.moving else part.nbytes
 
     def validate(self) -> None:
-        """Raise AssertionError unless all that is known is needed, and owners and parts agree. O(n)."""
+        """Raise AssertionError unless all values are needed, and owners match parts. O(n)."""
         entries = self._ledger.entries
         owners: dict[int, int] = {}
         for entry in entries.values():

@@ -1,4 +1,4 @@
-"""The line of those who wait for room: the most urgent goes first, and the longest waiting from time to time.
+"""The line of those who wait for room: the most urgent first, now and then the oldest.
 
 Priorities alone would let one asker wait for ever behind a stream of more urgent ones. So every :data:`AGEING`-th
 turn is that of the one who has waited longest. An asker with `n` others before it in age is served within
@@ -118,7 +118,7 @@ class Line:
         self.turns += 1
 
     def improve(self, reservation: Reservation, order: Order) -> bool:
-        """A reservation has become as urgent as `order`. Returns whether that is more urgent than it was."""
+        """A reservation has become as urgent as `order`. Returns whether it is more urgent now."""
         if reservation not in self.waiting or order >= reservation.order:
             return False
         reservation.order = order

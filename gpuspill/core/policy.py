@@ -145,7 +145,7 @@ MakePolicy: TypeAlias = Callable[[Mapping[int, HasSize]], EvictionPolicy]
 
 
 class _Furthest:
-    """Heap item that sorts the furthest order first. Plain negation would mis-sort tuples of unequal length."""
+    """Heap item that sorts the furthest order first; negating tuples would mis-sort them."""
 
     __slots__ = ("order", "vid")
 
@@ -197,7 +197,7 @@ class NextUsePolicy(EvictionPolicy):
     def insert(
         self, vid: int, order: Order | None = None, *, dead: bool = False, clean: bool = False, first: bool = False
     ) -> None:
-        """Add a value; see :meth:`EvictionPolicy.insert`. `first` makes no difference with a known use."""
+        """Add a value; see :meth:`EvictionPolicy.insert`. A known use overrules `first`."""
         if order is not None:
             self._planned[vid] = order
             heapq.heappush(self._heap, _Furthest(order, vid))
@@ -224,7 +224,7 @@ class NextUsePolicy(EvictionPolicy):
         return False
 
     def forget(self, vid: int) -> None:
-        """Take a value out, with the places that it has left behind in the line of the recent ones."""
+        """Take a value out, with its stale places in the line of the recent ones."""
         self.discard(vid)
         self._recent.forget(vid)
 
@@ -264,7 +264,7 @@ class NextUsePolicy(EvictionPolicy):
     def validate(
         self, clean: Callable[[int], bool] | None = None, order: Callable[[int], Order | None] | None = None
     ) -> None:
-        """Raise AssertionError if the indices contradict each other, or what is known of copies and uses."""
+        """Raise AssertionError if the indices contradict each other or the known uses."""
         super().validate(clean, order)
         self._recent.validate()
         in_heap = {(item.vid, item.order) for item in self._heap}

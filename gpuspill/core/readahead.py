@@ -41,7 +41,7 @@ class ReadAhead:
         self.share = MOST
 
     def allows(self, nbytes: int, room: int | None) -> bool:
-        """Whether a value of `nbytes` may be read ahead where values may take `room` bytes in all; None for any."""
+        """Whether `nbytes` may be read ahead where values may take `room` bytes; None for any."""
         if room is None or self.nbytes + nbytes <= room * self.share:
             return True
         return not self._sizes and self.share >= ONE_DOWN_TO
@@ -77,6 +77,6 @@ class ReadAhead:
         self.share = min(MOST, self.share * GROWTH)
 
     def validate(self, charged: Callable[[int], bool]) -> None:
-        """Raise AssertionError unless every value is in memory or on its way there, and the bytes add up."""
+        """Raise AssertionError unless all values are in memory or arriving, and bytes add up."""
         assert self.nbytes == sum(self._sizes.values()), self.nbytes
         assert all(map(charged, self._sizes)), self._sizes

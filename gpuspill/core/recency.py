@@ -10,7 +10,7 @@ __all__ = ["HasTurns", "Recent"]
 
 
 class HasTurns(Protocol):
-    """A value in the table that :class:`Recent` shares. `turns` belongs to it, `small` to the eviction queue."""
+    """A value in the table of :class:`Recent`. `small` belongs to the eviction queue."""
 
     turns: int
     small: bool

@@ -68,7 +68,7 @@ class Records:
     # -- a record is going to be written -----------------------------------------------------------
 
     def reserve(self, entry: Entry, nbytes: int) -> bool:
-        """Charge `nbytes` for the record of a value that is being spilled. Returns False if the quota forbids it.
+        """Charge `nbytes` for the record of a value in spilling. False if the quota forbids it.
 
         Redundant records are given up first, if that is enough.
         """
@@ -82,7 +82,7 @@ class Records:
         return True
 
     def promise(self, nbytes: int) -> Reservation | None:
-        """Promise `nbytes` to the record of a value that never is in memory. To be released when it is written or not.
+        """Promise `nbytes` to the record of a value that is never in memory; release it later.
 
         Returns None if the quota forbids it, or while values are blocked: a disk that refuses is
         not asked again by each one that comes. Redundant records are given up first, if that is
@@ -125,7 +125,7 @@ class Records:
         self._redundant_nbytes += entry.disk_nbytes
 
     def need(self, entry: Entry) -> None:
-        """Undo that, before the value leaves memory or its record is given up. Nothing if it was not redundant."""
+        """Undo that, before the value leaves memory or its record goes. No-op if it was not."""
         if entry.pid in self._redundant:
             del self._redundant[entry.pid]
             self._redundant_nbytes -= entry.disk_nbytes
@@ -151,7 +151,7 @@ class Records:
         self._delete(entry)
 
     def forget(self, entry: Entry) -> None:
-        """The value is not needed any more, and neither is its record. Others may find room on disk now."""
+        """Neither value nor record is needed any more. Others may find room on disk now."""
         self.need(entry)
         freed = entry.disk_nbytes
         self._delete(entry)
@@ -170,7 +170,7 @@ class Records:
         return -(-nbytes // self._block_nbytes) * self._block_nbytes
 
     def validate(self) -> None:
-        """Raise AssertionError unless just those records are redundant whose values are in memory. O(n)."""
+        """Raise AssertionError unless redundant records are those of values in memory. O(n)."""
         self.disk.validate()
         for pid, entry in self._entries.items():
             assert (pid in self._redundant) == (entry.resident and entry.has(Tier.DISK)), entry

@@ -133,7 +133,7 @@ class Residency:
         self.source = self.target = None
 
     def drop(self, tier: Tier) -> None:
-        """Forget the copy in `tier`; allowed only if another copy stays and this one is not in use."""
+        """Forget the copy in `tier`; another copy must stay, and this one not be in use."""
         if not self.has(tier):
             raise InvalidTransition(f"no copy in {tier!r} to drop")
         if self._copies == _BIT[tier]:
@@ -145,7 +145,7 @@ class Residency:
         self._copies &= ~_BIT[tier]
 
     def lose(self, tier: Tier) -> None:
-        """The copy in `tier` turned out to be gone or damaged. A move that read from it must have failed before."""
+        """The copy in `tier` is gone or damaged. A move that read it must have failed before."""
         if not self.has(tier):
             raise InvalidTransition(f"no copy in {tier!r} to lose")
         if self.source == tier:

@@ -1,4 +1,4 @@
-"""Restores: reading a value back because a task wants it, or ahead of its use where there is room."""
+"""Restores: reading a value back, on demand or ahead of its use where there is room."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Restores:
         self._counters = counters
 
     def begin(self, pid: int, reservation: Reservation | None = None) -> None:
-        """The caller is going to read the record of a spilled value; its bytes are charged from now on.
+        """The caller reads the record of a spilled value; its bytes are charged from now on.
 
         With a reservation the bytes come out of that promise.
         """

@@ -27,7 +27,7 @@ UNKNOWN_NBYTES = 1_000_000
 
 
 def as_nbytes(size: object) -> int:
-    """Return a size that a library or a user gave, in bytes, as a whole number that can be counted with.
+    """Return a size in bytes that a library or a user gave, as a whole number.
 
     ``sizeof`` may be a user's function. It may return a NumPy scalar (``-1 * size`` of an unsigned
     one overflows), a boolean, NaN, a negative number, or nothing. An answer that is no number

@@ -78,13 +78,13 @@ class Slabs:
         return number
 
     def unneeded(self) -> int:
-        """Return without how many slabs all that was asked for since the last call could have been had."""
+        """Return how many slabs were not needed since the last call."""
         spare = max(0, self.nbytes - self.peak_nbytes) // self._slab_nbytes
         self.peak_nbytes = self.used_nbytes
         return spare
 
     def remove_idle(self, most: int | None = None) -> list[int]:
-        """Forget the slabs of which nothing is taken, or so many of them at most; returns their numbers."""
+        """Forget slabs that are wholly free, at most so many; returns their numbers."""
         idle = self._free[self._slab_nbytes]
         gone = list(idle)[:most]
         for place in gone:
@@ -94,7 +94,7 @@ class Slabs:
         return numbers
 
     def sizes(self, nbytes: int) -> list[int]:
-        """Return the sizes of the blocks from which so many bytes are put together, largest first."""
+        """Return the sizes of the blocks that make up so many bytes, largest first."""
         if self._smallest <= nbytes <= self._slab_nbytes and not nbytes & (nbytes - 1):
             return [nbytes]
         whole, rest = divmod(nbytes, self._slab_nbytes)
@@ -144,7 +144,7 @@ class Slabs:
         self._free[size][slab, offset] = None
 
     def validate(self) -> None:
-        """Raise AssertionError unless free blocks are apart from each other, joined where they can be, and add up."""
+        """Raise AssertionError unless free blocks are apart, joined where possible, and add up."""
         spans = sorted((slab, offset, size) for size, free in self._free.items() for slab, offset in free)
         for (slab, offset, size), (after, start, _) in pairwise(spans):
             assert slab != after or offset + size <= start, spans

@@ -81,7 +81,7 @@ class Spills:
         return None
 
     def begin(self, pid: int) -> bool:
-        """Begin to spill one value, whatever the limit and its place in the order; as :meth:`next` with `force`.
+        """Begin to spill one value, whatever the limit; as :meth:`next` with `force`.
 
         False if it may not leave now, or would cost no write.
         """
@@ -97,7 +97,7 @@ class Spills:
         self._charges.begin_spill(entry, self._lifetimes.leaving_nbytes(entry))
 
     def reserve_record(self, pid: int, nbytes: int) -> bool:
-        """The record of a spill in flight will take `nbytes` on disk. Returns False if the quota forbids it."""
+        """A record in flight will take `nbytes` on disk. Returns False if the quota forbids it."""
         return self._records.reserve(self._entry(pid), nbytes)
 
     def in_doubt(self, pid: int) -> bool:

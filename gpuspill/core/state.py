@@ -127,7 +127,7 @@ class SpillState:
     # -- ownership ---------------------------------------------------------------------------------
 
     def insert_part(self, nbytes: int) -> int:
-        """Memory enters that values keep alive. Returns its proxy, which :meth:`insert` must name at once."""
+        """Memory enters that values keep alive. :meth:`insert` must name its proxy at once."""
         entry = self.ledger.create(nbytes)
         self.charges.enter(entry)
         return entry.pid
@@ -220,17 +220,17 @@ class SpillState:
             self.room.balance()
 
     def remove(self, key: Hashable) -> None:
-        """Forget `key`. KeyError if unknown. Its value goes when no other key, pin or move needs it."""
+        """Forget `key`. KeyError if unknown. Its value goes unless a key, pin or move needs it."""
         self._lifetimes.release(self.ledger.unbind(key))
         self.room.balance()
 
     def release_parts(self, pids: Iterable[int]) -> None:
-        """The values that had these parts are gone from memory: they count as any others, the first to go."""
+        """The values that had these parts left memory: the parts count as others, and go first."""
         self._lifetimes.release_parts(pids)
         self.room.balance()
 
     def split_parts(self, pid: int, nbytes: int, parts: tuple[int, ...]) -> None:
-        """A value that came back into memory turned out to keep memory alive that others may keep alive as well.
+        """A restored value turned out to keep memory alive that others may keep alive as well.
 
         Parameters
         ----------
@@ -264,7 +264,7 @@ class SpillState:
         self.room.balance()
 
     def shrink_value(self, pid: int, nbytes: int) -> None:
-        """Most of what a value in memory has went elsewhere: what is left takes `nbytes` and never leaves.
+        """Most of a value in memory went elsewhere: `nbytes` are left and never leave.
 
         A record of the whole no longer counts, nor does one that is being written.
         """
@@ -291,7 +291,7 @@ class SpillState:
     # -- use ---------------------------------------------------------------------------------------
 
     def touch(self, pid: int) -> None:
-        """Note a use. What is being written of the value then does not count, see :meth:`.Spills.in_doubt`."""
+        """Note a use. A record in writing does not count then, see :meth:`.Spills.in_doubt`."""
         entry = self.ledger.entries[pid]
         if entry.target == Tier.DISK:
             entry.taken = True
@@ -299,7 +299,7 @@ class SpillState:
         self.read_ahead.used(pid)
 
     def pin(self, pid: int) -> None:
-        """The value is in use: it is no victim until every pin is undone, and survives the deletion of its keys."""
+        """The value is in use: no victim, and kept without a key, until every pin is undone."""
         entry = self.ledger.entries[pid]
         if entry.rare is not None:
             for part in entry.parts:
@@ -345,7 +345,7 @@ class SpillState:
         self.retry()
 
     def set_grace(self, count: int) -> None:
-        """Set how many values are spared of those that were used up last; see :mod:`gpuspill.core.policy`."""
+        """Set how many of the values used up last are spared; see :mod:`gpuspill.core.policy`."""
         self.queue.policy.grace = count
 
     def set_offset(self, nbytes: int) -> None:
@@ -354,7 +354,7 @@ class SpillState:
         self.room.balance()
 
     def retry(self, held: int = 1000, blocked: int = 1000) -> None:
-        """Consider again what was set aside: the outside world may have let go of it, or the disk may have room.
+        """Consider again what was set aside: it may be free now, or the disk have room.
 
         Parameters
         ----------
@@ -369,7 +369,7 @@ class SpillState:
     # -- moves that take too long ------------------------------------------------------------------
 
     def stall_spill(self, pid: int) -> None:
-        """A spill in flight takes too long: nobody waits for it any more, and others go instead. Idempotent.
+        """A spill takes too long: waits for it end, and other values go instead. Idempotent.
 
         It may still end, in any way.
         """
@@ -380,7 +380,7 @@ class SpillState:
         self.room.balance()
 
     def set_stuck(self, stuck: bool) -> None:
-        """Tell whether all who write are in the middle of stalled spills, so that no candidate can make room."""
+        """Tell whether all spill threads are stuck in stalled spills, so none can make room."""
         self.charges.stuck = stuck
         self.room.balance()
 

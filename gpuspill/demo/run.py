@@ -43,7 +43,7 @@ class Size:
         Of the array, see :class:`~gpuspill.demo.arrays.ArrayJob`.
     timeout
         Seconds that one run of one job may take. Stock spilling may not finish at all if the
-        shuffle's memory, of which it knows nothing, fills the worker; see :func:`demonstrate`.
+        shuffle's memory, unknown to it, fills the worker; see :func:`demonstrate`.
     config
         Dask settings in force in all arms.
     """

@@ -1,4 +1,4 @@
-"""Pins on what a task or a transfer needs, and a promise of room for what is missing and for what comes of it."""
+"""Pins on what a task or a transfer needs, and a promise of room for what comes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Admission:
         return waiting.acquire(timeout=max(0.0, left))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once granted or released: now, in this thread, if it is; else in the thread that makes room.
+        """Call `callback` when granted or released: at once, or in the thread that makes room.
 
         The callback must not block and must not raise.
         """
@@ -141,7 +141,7 @@ class Admission:
         return self.reservation.granted or not self._unreleased
 
     def fulfil(self) -> None:
-        """Tell those who wait. Called by the manager after the core granted it, without a lock held."""
+        """Tell those who wait. The manager calls it once the core granted it, unlocked."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -165,7 +165,7 @@ class Admission:
         self.fulfil()
 
     def release_in_pieces(self) -> Generator[None, None, None]:
-        """Do as :meth:`release` does, a number of pins at a time. If it is given up, the rest is done at once."""
+        """Do as :meth:`release` does, a few pins at a time; given up, the rest at once."""
         try:
             self._unreleased.pop()
         except IndexError:

@@ -1,4 +1,4 @@
-"""Letting those who add bytes in: pins on what they need, and a promise of room before it is filled."""
+"""Letting those who add bytes in: pins on inputs, and room promised before it is filled."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Admitter:
         *,
         order: Order = (),
     ) -> Generator[None, None, Admission]:
-        """Do as :meth:`admit` does, a number of inputs at a time. If it is given up, nothing stays pinned.
+        """Do as :meth:`admit` does, a few inputs at a time. Giving it up pins nothing.
 
         Room is asked for when all are pinned.
         """
@@ -133,7 +133,7 @@ class Admitter:
 
     @refused("pin")
     def pin_in_pieces(self, keys: Iterable[Hashable]) -> Generator[None, None, Admission]:
-        """Do as :meth:`pin` does, a number of keys at a time. If it is given up, nothing stays pinned."""
+        """Do as :meth:`pin` does, a few keys at a time. Giving it up pins nothing."""
         return self._pin(keys, "omit", self._ask_for_none)
 
     def _ask_for_none(self, pids: dict[Hashable, int], _: int) -> Admission:
@@ -162,7 +162,7 @@ class Admitter:
             raise
 
     def _pin_at_once(self, keys: Iterable[Hashable], unknown: _Unknown, ask: _Ask) -> Admission:
-        """Do as :meth:`_pin` does, without a pause. Most tasks have few inputs, and pieces have a price."""
+        """Do as :meth:`_pin` does, without a pause, which would cost tasks of few inputs."""
         every = tuple(keys)
         if len(every) > BATCH:
             return at_once(self._pin(every, unknown, ask))
@@ -197,7 +197,7 @@ class Admitter:
                 missing[entry.pid] = entry.nbytes
 
     def _unpin(self, pids: Iterable[int], admission: Admission | None = None) -> Generator[None, None, None]:
-        """Undo pins in batches, and an admission with the first and the last; if it is given up, the rest at once."""
+        """Undo pins in batches, the admission with the first and last; given up, all at once."""
         left = list(batches(pids)) or [()]
         count = len(left)
         try:
@@ -268,7 +268,7 @@ class Admitter:
 
     @skipped(None)
     def wait_for_room(self) -> None:
-        """Wait until what is in memory fits the limit, or nothing more can leave. Blocks: others write.
+        """Wait until memory fits the limit, or nothing more can leave. Blocks: others write.
 
         For a task that stores more and more in one go. Returns at once where the thread would wait
         for itself: in a spill thread, and in a finaliser that runs in the middle of a change.
@@ -307,7 +307,7 @@ class Admitter:
 
     @deferred()
     def improve(self, admission: Admission, order: Order) -> None:
-        """It has become as urgent as `order`, if that is more urgent than before. Does nothing once it is granted."""
+        """It has become as urgent as `order`, if that is more urgent. No-op once granted."""
         with self._metadata as state:
             state.room.improve(admission.reservation, order)
 
@@ -344,7 +344,7 @@ class Admitter:
 
     @deferred()
     def settle(self, label: Hashable) -> None:
-        """Give back what is promised for the output `label`: it arrived, or part of it, under other names."""
+        """Give back what is promised for the output `label`: it came under other names."""
         with self._metadata as state:
             admission = self._metadata.promises.pop(label, None)
             if admission is not None:

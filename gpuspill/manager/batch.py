@@ -1,4 +1,4 @@
-"""Several values at once: those of a task's inputs, of a transfer, of whoever asks for many keys."""
+"""Several values at once: inputs of a task, those of a transfer, or of many keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Gatherer"]
 
 
 class Gatherer:
-    """Collects values on behalf of a manager, each in its own time; the last one to come delivers all.
+    """Collects values for a manager, each in its own time; the last to come delivers all.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Gatherer:
     def _find(
         self, wanted: Iterable[Hashable], missing: Literal["raise", "omit"]
     ) -> tuple[list[Hashable], dict[Hashable, Any] | None]:
-        """Return which keys are known, and their values if all are in memory; that counts as a use then."""
+        """Return which keys are known, and their values if all are in memory, as used."""
         found: dict[Hashable, None] = {}
         values: dict[Hashable, Any] | None = {}
         for batch in batches(wanted):
@@ -188,7 +188,7 @@ class Gatherer:
 
     @reads
     def export(self, admission: Admission, *, lend: Lend | None = None) -> Future[dict[Hashable, Encoded | Any]]:
-        """Return a future of what to send for the inputs of an admission, read on the restore threads.
+        """Return a future of what to send for an admission's inputs, read on restore threads.
 
         The value itself where it is in memory; else its record's bytes, checked but not decoded.
         What is on disk stays there, and nothing else has to leave for it: the future never waits
@@ -221,7 +221,7 @@ class Gatherer:
 
     @refused("pin")
     def fetch(self, key: Hashable, *, lend: Lend | None = None) -> Encoded | Any:
-        """Return what :meth:`export` delivers for one key, read in the calling thread, which blocks.
+        """Return what :meth:`export` delivers for one key. Blocks: the calling thread reads.
 
         Parameters
         ----------
@@ -240,14 +240,14 @@ class Gatherer:
 
     @reads
     def decode(self, encoded: Encoded) -> Future[Any]:
-        """Return a future of the value that some bytes stand for, decoded on a restore thread. Stores nothing."""
+        """Return a future of the value of some bytes, decoded on a restore thread; not stored."""
         result: Future[Any] = Future()
         if not self._engine.submit(partial(self._decode, encoded, result), Urgency.SEND):
             result.set_exception(ManagerClosed("the store was closed"))
         return result
 
     def _decode(self, encoded: Encoded, result: Future[Any]) -> None:
-        """Deliver in `result` the value that some bytes stand for. Blocks; never raises an Exception."""
+        """Deliver the value of some bytes in `result`. Blocks; never raises an Exception."""
         try:
             value = self._serializer.loads(encoded.header, [memoryview(frame) for frame in encoded.frames])
         except BaseException as error:
@@ -260,7 +260,7 @@ class Gatherer:
                 result.set_result(value)
 
     def _export_later(self, key: Hashable, pid: int, result: Future[Any], lend: Lend | None) -> Future[Any]:
-        """Return a future of what to send for one proxy, which the caller has pinned. Never blocks and never raises.
+        """Return a future of what to send for a pinned proxy. Never blocks, never raises.
 
         A restore in flight is joined here and not on a restore thread: it may be queued behind that
         very thread.
@@ -302,7 +302,7 @@ class Gatherer:
     # -- both --------------------------------------------------------------------------------------
 
     def _for_many(self, count: int, urgency: Urgency, work: Callable[[], None]) -> None:
-        """Do `work` for so many keys: here if they are few, else on a restore thread. The caller may be an event loop.
+        """Do `work` for so many keys: here if they are few, else on a restore thread.
 
         `work` must not raise.
         """
@@ -315,7 +315,7 @@ class Gatherer:
         result: Future[dict[Hashable, Any]],
         before: Callable[[], None],
     ) -> None:
-        """Call `before` and deliver the outcomes of `pending` in `result`, in the thread in which the last one ends."""
+        """Call `before`, then deliver the outcomes of `pending` in the thread of the last."""
         if not pending:
             result.set_result({})
             return

@@ -51,7 +51,7 @@ class Sharing:
         return tuple(dict.fromkeys(self._part(key, owner, nbytes) for owner, nbytes in shared.owners))
 
     def split_parts(self, pid: int, shared: SharedMemory | None) -> None:
-        """Charge by itself what a value keeps alive that is in memory without parts; nothing if it is not there."""
+        """Charge by itself what a value without parts keeps alive; nothing if it is not there."""
         state = self._metadata.state
         entry = state.ledger.entries.get(pid)
         if shared is not None and entry is not None and entry.resident:
@@ -117,7 +117,7 @@ class Intake:
     def store(
         self, key: Hashable, value: object, nbytes: int | None = None, spillable: bool = True, touched: bool = True
     ) -> None:
-        """Put `value` in memory under `key`, replacing what the key held; spilling may start in the background.
+        """Put `value` in memory under `key`, replacing what it held; may start spilling.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class Intake:
             self._enter(state, key, value, nbytes, shared, spillable, touched)
 
     def store_encoded(self, values: Mapping[Hashable, Encoded]) -> None:
-        """Put values that came as bytes in memory, in one go; they are new, and no other value is the same object."""
+        """Put values that came as bytes in memory, in one go; all are new objects."""
         for batch in batches(values.items()):
             with self._metadata as state:
                 for key, value in batch:
@@ -194,7 +194,7 @@ class Intake:
             self._metadata.enter_below(pid, key, nbytes, receipt)
 
     def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
-        """Write a value to disk under `key`, replacing what the key held, without its ever being in memory. Blocks.
+        """Write a value to disk under `key` without its being in memory. Blocks.
 
         Parameters
         ----------

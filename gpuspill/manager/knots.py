@@ -37,7 +37,7 @@ class Knots(NamedTuple):
 
 
 def knots(value: object, many: int = _MANY) -> Knots:
-    """Look for the references to a value that come from inside it. Runs no code of the value's; changes nothing.
+    """Look for references to a value from inside it. Runs none of its code; changes nothing.
 
     Takes about a microsecond for each object, without a lock: other threads may change the value
     meanwhile, for which they have to hold it.
@@ -63,14 +63,14 @@ def knots(value: object, many: int = _MANY) -> Knots:
 
 
 def _held(found: dict[int, Any], counts: dict[int, int]) -> list[int]:
-    """Return which objects have more references than are counted, besides those of `found` and of this function."""
+    """Return the objects with more references than `found` and this function account for."""
     alone = {0: object()}
     ((_, unheld),) = [(ident, getrefcount(item)) for ident, item in alone.items()]
     return [ident for ident, item in found.items() if getrefcount(item) > unheld + counts[ident]]
 
 
 def _inside(value: object, many: int) -> tuple[dict[int, Any], dict[int, list[int]], bool]:
-    """Return the objects inside a value, what each refers to, by identity, and whether these are all."""
+    """Return the objects inside a value and what each refers to, and whether that is all."""
     found: dict[int, Any] = {id(value): value}
     referents: dict[int, list[int]] = {}
     sure = True

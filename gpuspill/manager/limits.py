@@ -39,7 +39,7 @@ class Evictor:
 
     @deferred()
     def set_limit(self, limit: int | None, disk_limit: int | None, *, disk_limit_from: str | None = None) -> None:
-        """Change the limits, in bytes; None for no limit. Without effect after the manager was closed.
+        """Change the limits, in bytes; None for no limit. Does nothing once closed.
 
         Parameters
         ----------
@@ -64,13 +64,13 @@ class Evictor:
 
     @deferred()
     def set_offset(self, nbytes: int) -> None:
-        """Set the bytes of unmanaged process memory that count against the limit; may be negative."""
+        """Set the bytes of unmanaged process memory that count; may be negative."""
         with self._metadata as state:
             state.set_offset(nbytes)
 
     @refused("evict", unless_closed=True)
     def evict_all(self) -> None:
-        """Spill whatever can be spilled now, and wait until it is done. Blocks; for tests and benchmarks.
+        """Spill what can be spilled now, and wait for it. Blocks; for tests and benchmarks.
 
         What somebody holds, or what cannot be written, stays.
         """
@@ -105,7 +105,7 @@ class Evictor:
 
     @refused("make room")
     def make_room(self, nbytes: int) -> int:
-        """Evict values until `nbytes` bytes are free that were not, whatever the limit. Blocks: this thread writes.
+        """Evict values until `nbytes` more bytes are free, whatever the limit. Blocks: it writes.
 
         Returns
         -------
@@ -151,7 +151,7 @@ class Evictor:
 
     @refused("make room")
     def evict(self, keys: Iterable[Hashable]) -> int:
-        """Evict the values of some keys that may leave now, whatever the limit. Blocks: this thread writes.
+        """Evict the values of some keys that may leave, whatever the limit. Blocks: it writes.
 
         Returns
         -------

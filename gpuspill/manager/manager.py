@@ -187,12 +187,12 @@ class ProxifyManager:
         spillable: bool = True,
         touched: bool = True,
     ) -> None:
-        """Put `value` in memory under `key`, replacing what the key held; see :meth:`.Intake.store`."""
+        """Put `value` in memory under `key`, replacing what it held; see :meth:`.Intake.store`."""
         self._intake.store(key, value, nbytes, spillable, touched)
 
     @deferred()
     def invalidate(self, keys: Iterable[Hashable]) -> None:
-        """Values that the caller has in hand may have been changed in place: records of them no longer count.
+        """Values in the caller's hand may have been changed: their records no longer count.
 
         Nor does one that is being written. As storing them again; unknown keys do not matter.
         """
@@ -215,7 +215,7 @@ class ProxifyManager:
 
     @deferred()
     def store_encoded_together(self, values: Mapping[Hashable, Encoded]) -> None:
-        """Put new values that came as bytes in memory, by key, in one go; as :meth:`store_encoded`."""
+        """Put new values that came as bytes in memory, in one go; as :meth:`store_encoded`."""
         self._intake.store_encoded(values)
 
     @deferred()
@@ -225,7 +225,7 @@ class ProxifyManager:
 
     @refused("write to disk")
     def store_on_disk(self, key: Hashable, header: bytes, frames: Sequence[Frame], nbytes: int) -> None:
-        """Write a value to disk under `key` without its ever being in memory. Blocks; StorageError if it cannot."""
+        """Write a value to disk under `key`, past memory. Blocks; StorageError if it cannot."""
         self._intake.store_on_disk(key, header, frames, nbytes)
 
     @deferred(lambda self, key: self._ledger.keys[key])
@@ -275,17 +275,17 @@ class ProxifyManager:
 
     @reads
     def is_resident(self, key: Hashable) -> bool:
-        """Whether the value of `key` is in memory and can be handed out at once. KeyError if unknown."""
+        """Whether the value of `key` is in memory and ready. KeyError if unknown."""
         return self._restorer.ready(self._ledger.keys[key])
 
     @reads
     def is_lost(self, key: Hashable) -> bool:
-        """Whether a read has found that no copy of the value of `key` is left. KeyError if unknown."""
+        """Whether a read has found the value of `key` lost. KeyError if unknown."""
         return self._ledger.keys[key].state is State.LOST
 
     @reads
     def tier_of(self, key: Hashable) -> Tier:
-        """Return the fastest tier in which the value of `key` is, decoded or not. KeyError if unknown."""
+        """Return the fastest tier that has the value of `key`. KeyError if unknown."""
         return Tier.HOST if self._ledger.keys[key].resident else Tier.DISK
 
     @reads
@@ -299,14 +299,14 @@ class ProxifyManager:
 
     @reads
     def arriving_nbytes(self, key: Hashable) -> int:
-        """Bytes that the value of `key` will take on a device once it is decoded; 0 if it is, or has nothing there."""
+        """Bytes on a device that decoding the value of `key` takes; 0 if it is decoded."""
         return self.slots[self._ledger.keys[key].pid].device_nbytes
 
     # -- one value ---------------------------------------------------------------------------------
 
     @reads
     def peek(self, key: Hashable, default: Any = None) -> Any:
-        """Return the value of `key` if it is in memory, else `default`. Never does I/O; counts as a use."""
+        """Return the value of `key` if it is in memory, else `default`. No I/O; a use."""
         with self._metadata:
             entry = self._ledger.keys.get(key)
             if entry is None or not self._restorer.ready(entry):
@@ -315,7 +315,7 @@ class ProxifyManager:
 
     @reads
     def look(self, key: Hashable) -> Any:
-        """Return the value of `key` as it is in memory, else None. No use: what the manager knows stays as it is."""
+        """Return the value of `key` as it is in memory, else None. Does not count as a use."""
         with self._metadata:
             entry = self._ledger.keys.get(key)
             return None if entry is None else self.slots[entry.pid].value
@@ -342,7 +342,7 @@ class ProxifyManager:
 
     @reads
     def get_ready(self, key: Hashable, default: Any = None) -> Any:
-        """Return the value of `key` as :meth:`get` does, but `default` if it would have to be read or decoded."""
+        """Return the value of `key`; `default` if it would have to be read or decoded."""
         with self._metadata:
             entry = self._ledger.keys[key]
             if not self._restorer.ready(entry):
@@ -363,7 +363,7 @@ class ProxifyManager:
 
     @reads
     def look_together(self, keys: Iterable[Hashable]) -> list[Any]:
-        """Return the values of some keys as they are in memory; None for those that are not. As :meth:`look`."""
+        """Return the values of some keys as they are in memory, else None. As :meth:`look`."""
         slots, known = self._metadata.slots, self._ledger.keys
         values: list[Any] = []
         for batch in batches(keys):
@@ -373,7 +373,7 @@ class ProxifyManager:
 
     @reads
     def disperse_by(self, disperse: Disperse) -> None:
-        """Have what values that came as bytes have on a device taken over when they are decoded; until closed."""
+        """Have the device part of values that came as bytes taken over on decoding."""
         self._decoder.disperse = disperse
 
     # -- numbers -----------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class ProxifyManager:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the one whose manager this is; see ``docs/design/contract.md``."""
+        """Whether this process was forked from the manager's; see ``docs/design/contract.md``."""
         return self._metadata.inherited
 
     @property
@@ -421,7 +421,7 @@ class ProxifyManager:
 
     @reads
     def story(self, key: Hashable) -> list[Event]:
-        """Return what became of the values that a key has had, as far as they left memory; the oldest event first.
+        """Return what became of the values of a key since they left memory; oldest first.
 
         The last few thousand events of the manager are kept. Events of an earlier value of the key
         are among them.
@@ -437,7 +437,7 @@ class ProxifyManager:
 
     @reads
     def validate(self) -> None:
-        """Raise AssertionError if the manager's tables and the core's contradict each other. O(n)."""
+        """Raise AssertionError if the manager's tables and the core's differ. O(n)."""
         self._metadata.validate()
 
     @refused("close", unless_closed=True)

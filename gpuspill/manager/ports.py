@@ -1,4 +1,4 @@
-"""The ports of the manager: how values become bytes, who measures its work, who knows memory elsewhere.
+"""The ports of the manager: bytes for values, observers, custody of memory elsewhere.
 
 The worker integration serialises over dask's families (:mod:`gpuspill.distributed.serialization`).
 :class:`PickleSerializer`, which needs nothing but Python, serves the manager outside a worker, and tests.
@@ -43,7 +43,7 @@ class Serialized(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Encoded:
-    """A value that is kept as bytes until its first use: as it came over the network, or as it lies on disk.
+    """A value kept as bytes until its first use, as it came by network or lies on disk.
 
     Attributes
     ----------
@@ -62,14 +62,14 @@ class Encoded:
 
 
 class Serializer(Protocol):
-    """Turns values into bytes and back. Called from any thread, never on the event loop, never under a lock."""
+    """Turns values into bytes and back. Called from any thread but the loop's, unlocked."""
 
     def dumps(self, value: object) -> Serialized:
         """Serialise. Whatever it raises marks the value as unspillable."""
         ...
 
     def loads(self, header: bytes, frames: Sequence[memoryview]) -> object:
-        """Rebuild. The value may alias the frames, which are writable and not used by anybody else."""
+        """Rebuild. The value may alias the frames, which are writable and its own."""
         ...
 
 
@@ -123,7 +123,7 @@ class Custody(Protocol):
 
 
 class PickleSerializer:
-    """Pickle protocol 5 with out-of-band buffers: large buffers are neither copied on the way out nor on the way in."""
+    """Pickle protocol 5 with out-of-band buffers: large buffers are not copied."""
 
     def dumps(self, value: object) -> Serialized:
         """Serialise by pickle; buffers stay where they are."""

@@ -57,7 +57,7 @@ class Prefetcher:
 
     @skipped(False)
     def worth_making_room(self, key: Hashable, nbytes: int) -> bool:
-        """Whether `nbytes` are free, or what would leave for them is needed later than `key`, if at all."""
+        """Whether `nbytes` are free, or held by what is needed later than `key`, if at all."""
         # Looking who comes first forgets those who have gone.
         with self._metadata as state:
             if state.memory.fits(nbytes):

@@ -128,7 +128,7 @@ class Restorer:
             self._observer("memory-read", nbytes, "bytes")
 
     def bring(self, key: Hashable, pid: int | None = None, admission: Admission | None = None) -> Any:
-        """Return the value of a proxy, restoring it in this thread unless another one is at it. Blocks.
+        """Return the value of a proxy, restoring it here unless another thread does. Blocks.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class Restorer:
     def start(
         self, key: Hashable, pid: int, admission: Admission | None = None, urgency: Urgency = Urgency.TASK
     ) -> Future[Any]:
-        """Return a future of the value, restored on a restore thread unless another thread claims it first.
+        """Return a future of the value, restored on a restore thread unless another claims it.
 
         Never blocks and never raises: what :meth:`bring` raises is in the future.
         """
@@ -195,7 +195,7 @@ class Restorer:
         return future
 
     def _look(self, key: Hashable, pid: int | None) -> Any:
-        """Return, in a forked child, the value of a proxy: as it is in memory, or a copy of what is on disk."""
+        """Return, in a forked child, a value from memory, or a copy of what is on disk."""
         with self._metadata as state:
             entry = state.find(key) if pid is None else self._metadata.entry(key, pid)
             if self.ready(entry):
@@ -244,7 +244,7 @@ class Restorer:
         return error
 
     def queue(self, key: Hashable, pid: int, future: Restore, urgency: Urgency) -> None:
-        """Put a restore that was begun in line for the restore threads, unless it is being done or as far in front."""
+        """Put a restore in line for the threads, unless it is under way or as far in front."""
         with self._metadata:
             if future.reader is not None or (future.urgency is not None and future.urgency <= urgency):
                 return
@@ -315,7 +315,7 @@ class Restorer:
         future.set_result(value)
 
     def revive(self, keys: Iterable[Hashable]) -> None:
-        """Take back values that left memory and are still referenced. Reads nothing and gives up their records.
+        """Take back evicted values that are still referenced. No reads; drops their records.
 
         Other keys do not matter.
         """
@@ -329,7 +329,7 @@ class Restorer:
             self.restore(entry.pid)
 
     def _decode(self, pid: int, encoded: Encoded) -> None:
-        """Put the value in the place of its bytes. The caller has pinned the proxy. Never raises an Exception."""
+        """Decode the value of a pinned proxy in its place. Never raises an Exception."""
         slot = self._metadata.slots[pid]
         value, left, shared, error = None, None, None, None
         try:
@@ -354,7 +354,7 @@ class Restorer:
         future.set_result(value)
 
     def fetch(self, key: Hashable, pid: int, lend: Lend | None = None) -> Encoded | Any:
-        """Read a record without decoding it, or find its value in memory by now. Blocks on its own I/O only.
+        """Read a record undecoded, or find its value in memory. Blocks on its own I/O only.
 
         Parameters
         ----------
@@ -428,7 +428,7 @@ class Restorer:
 
 
 def _lost(key: Hashable, reason: str) -> str:
-    """Return the message for a caller that asked for `key`, one of perhaps several keys of the value."""
+    """Return the message for a caller that asked for `key`, one of the value's keys."""
     before, found, rest = reason.partition(_IS_LOST)
     if found and before.startswith(_VALUE):  # said already, to a caller that asked on behalf of this one
         reason = rest

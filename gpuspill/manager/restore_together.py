@@ -53,7 +53,7 @@ class TogetherRestorer:
         self._loads = loads
 
     def bring(self, items: Sequence[tuple[Hashable, int]], admission: Admission | None) -> dict[Hashable, Any]:
-        """Return the values of several proxies by key, restoring in this thread all that no other one is at. Blocks.
+        """Return the values of several proxies, restoring here what no thread does. Blocks.
 
         Parameters, and what is raised, as for :meth:`Restorer.bring
         <gpuspill.manager.restore.Restorer.bring>`.
@@ -86,7 +86,7 @@ class TogetherRestorer:
     def start(
         self, items: Sequence[tuple[Hashable, int]], admission: Admission | None, urgency: Urgency
     ) -> list[tuple[Hashable, Future[Any]]]:
-        """Return futures of the values of several proxies by key, restored together on a restore thread.
+        """Return futures of several values, restored together on a restore thread.
 
         As :meth:`Restorer.start <gpuspill.manager.restore.Restorer.start>`: another thread may
         claim any of them first.
@@ -114,7 +114,7 @@ class TogetherRestorer:
         return futures
 
     def queue(self, begun: Sequence[tuple[Hashable, int, Restore]], urgency: Urgency) -> None:
-        """Put restores that were begun in line, as one piece of work, unless they are being done or as far in front."""
+        """Put restores in line as one piece of work, unless under way or as far in front."""
         with self._metadata:
             ahead = [
                 each
@@ -136,7 +136,7 @@ class TogetherRestorer:
             self._restorer.queue(key, pid, restore, urgency)
 
     def _run(self, begun: Sequence[tuple[Hashable, int, Restore]], urgency: Urgency) -> None:
-        """Do, in this thread, what no thread has claimed of restores that were begun together. Blocks."""
+        """Do here what no thread has claimed of restores begun together. Blocks."""
         with self._metadata:
             ours = [each for each in begun if each[2].claim()]
         rest = set(self._restore([pid for _, pid, _ in ours], alone=False))
@@ -154,7 +154,7 @@ class TogetherRestorer:
     def _begin(
         self, key: Hashable, pid: int, admission: Admission | None, values: dict[Hashable, Any]
     ) -> Future[Any] | None:
-        """Under the lock: put a value that is ready in its place, and return None; else what to wait for."""
+        """Under the lock: put a ready value in its place, and return None; else what to await."""
         entry = self._metadata.entry(key, pid)
         if self._restorer.ready(entry):
             values[key] = self._restorer.hit(entry)
@@ -206,7 +206,7 @@ class TogetherRestorer:
         return pending
 
     def _load(self, pids: Sequence[int]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Return the values of proxies that are still referenced, and of those that can be had together.
+        """Return values that are still referenced, and those that can be had together.
 
         What fails is tried again by itself.
         """

@@ -106,7 +106,7 @@ class Slot(Entry):
 
 
 class Slots(dict[int, Slot]):
-    """Slots by proxy, and proxies by the identity of values in memory. Guarded by the metadata lock.
+    """Slots by proxy, and proxies by the identity of values. Guarded by the metadata lock.
 
     It is the core's table of entries, too: there is one a value.
 
@@ -150,7 +150,7 @@ class Slots(dict[int, Slot]):
         self._unheld = getrefcount(slot.value)
 
     def enter(self, entry: Entry, key: Hashable, value: object, nbytes: int) -> None:
-        """Put a new value of `nbytes` bytes, as the caller gave it, in its slot, which the core has made."""
+        """Put a new value of `nbytes` bytes in its slot, which the core has made."""
         assert type(entry) is Slot
         entry.key, entry.value, entry.sizeof = key, value, nbytes
         if type(value) is Encoded:
@@ -169,7 +169,7 @@ class Slots(dict[int, Slot]):
         return slot is not None and type(slot.value) is not Encoded and slot.sizeof >= 0
 
     def find(self, value: object) -> int | None:
-        """Return the proxy of an object that is in memory, or was evicted while it was referenced."""
+        """Return the proxy of an object that is in memory, or was evicted while referenced."""
         pid = self.by_id.get(id(value))
         if pid is None:
             pid = self._ghosts.get(id(value))
@@ -222,7 +222,7 @@ class Slots(dict[int, Slot]):
             del self.by_id[id(value)]
 
     def held(self, pid: int) -> bool:
-        """Whether something besides the slot refers to a value, so that evicting it would free nothing.
+        """Whether something else refers to a value, so that evicting it would free nothing.
 
         Works for every type, also those that cannot be weakly referenced, and for views: they refer
         to what they view. A value that refers to itself looks held for ever. So after a few
@@ -249,11 +249,11 @@ class Slots(dict[int, Slot]):
 
     @staticmethod
     def trust(slot: Slot) -> None:
-        """Start afresh: a caller has the value in hand, so earlier findings about references to it are void."""
+        """Start afresh: a caller has the value, so earlier findings about references are void."""
         slot.found_held, slot.knots = 0, None
 
     def take_doubtful(self) -> list[tuple[int, object]]:
-        """Return the proxies that look held for ever, and their values, to be looked into without the lock."""
+        """Return proxies that look held for ever, and their values, to be examined unlocked."""
         found = [(pid, self[pid].value) for pid in self.doubtful if pid in self]
         self.doubtful.clear()
         return found

@@ -138,7 +138,7 @@ class Spiller:
         return None
 
     def choose(self, state: SpillState, nbytes: int = 0) -> list[int]:
-        """Under the lock: begin to spill, and return what: one value, or several where the store takes them together.
+        """Under the lock: begin to spill one value, or several if the store takes them together.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class Spiller:
         self._held.relent(metadata.clock())
 
     def _try_again(self, state: SpillState, now: float) -> float:
-        """Make candidates of what was set aside, as far as it is time for that; return the seconds until it is."""
+        """Make what was set aside candidates when it is time; return seconds until the next."""
         pause = float("inf")
         if state.candidates.relieved != self._relieved:
             self._relieved = state.candidates.relieved
@@ -198,7 +198,7 @@ class Spiller:
         return max(0.0, pause)
 
     def spill(self, pids: Sequence[int], *, force: bool = False) -> None:
-        """Write values whose spills were begun. Blocks; raises nothing but what interrupts the main thread.
+        """Write values whose spills were begun. Blocks; raises only what interrupts.
 
         Parameters
         ----------
@@ -292,7 +292,7 @@ class Spiller:
             each.receipt = receipt
 
     def _trust_device(self, spills: Sequence[_Spill]) -> None:
-        """Be sure of values that stand for memory elsewhere: a device orders who copies and who changes."""
+        """Be sure of values that stand for memory elsewhere: a device orders copies."""
         if self._metadata.slots.elsewhere:
             with self._metadata as state:
                 for each in spills:
@@ -340,7 +340,7 @@ class Spiller:
             raise error
 
     def _make_sure(self, pid: int, receipt: Receipt) -> bool:
-        """Find out whether a record is of the value as it is, if that may have been changed while it was written.
+        """Find out whether a record still matches a value that may have changed meanwhile.
 
         Who was given the value meanwhile may have changed it, or may be about to; so may who held
         it before, which is evicted all the same in the end, and who has another value with which it
@@ -378,7 +378,7 @@ class Spiller:
         return self._serializer.dumps(value)
 
     def _give_up(self, pid: int, error: BaseException) -> bool:
-        """End a spill that `error` stopped, for good if that is the value's; return whether it is for the caller."""
+        """End a spill that `error` stopped, for good if it is the value's; whether to raise it."""
         interrupted = is_for_caller(error)
         with self._metadata as state:
             # What cannot be serialised while it is being changed may be a moment later.
@@ -403,7 +403,7 @@ class Spiller:
                 state.spills.fail(pid, forever=forever)
 
     def _report(self, slot: Slot, error: BaseException, forever: bool) -> None:
-        """Log why a value stays in memory, once of each kind. Raises nothing, whatever the value's type does."""
+        """Log why a value stays in memory, once of each kind. Never raises."""
         if forever:
             kind = named(slot.kind)
             self._log_once(
@@ -435,7 +435,7 @@ class Spiller:
 
 
 def _shown(make: Callable[[], str]) -> str:
-    """Return a text, or the beginning of a long one, for some show the whole value; what is wrong if it raises."""
+    """Return a text, cut if it is long; what is wrong if it raises."""
     try:
         return shorten(make()[:5000], 500, placeholder=" ...")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Noticing waits that take too long: for a disk that hangs, for a value whose own code waits for a lock, for others.
+"""Noticing waits that take too long: for a disk, for a value's own code, for others.
 
 A task that holds a lock and waits for room, while the code that serialises a value waits for that
 very lock, would wait for ever. So would all tasks if the disk stopped in the middle of a write.
@@ -42,7 +42,7 @@ class _Move:
 
 
 class Stalls:
-    """The spills in flight of a manager, which of them take too long, and who waits too long for others.
+    """The spills in flight of a manager, which take too long, and who waits too long.
 
     Parameters
     ----------
@@ -116,14 +116,14 @@ class Stalls:
 
     @skipped(None)
     def relent(self) -> None:
-        """Let one in beyond the limit, if one waits for others to end and no one has been let in for a second."""
+        """Let one in beyond the limit if it waits for others and none was let in for a second."""
         metadata = self._metadata
         with metadata as state:
             if not metadata.closed:
                 self.let_in(state)
 
     def let_in(self, state: SpillState) -> float:
-        """Under the lock: do so, and return the seconds until it is time for that; infinity if no one waits so."""
+        """Under the lock: do so; return the seconds until it is time; infinity if none waits."""
         waits, now = state.stalled, self._metadata.clock()
         if waits is None:
             return float("inf")

@@ -1,4 +1,4 @@
-"""What became of each value that left memory: kept for a while, to tell why a value is lost, or was slow.
+"""What became of each value that left memory: it tells why one is lost, or was slow.
 
 Only what touches a record is an event: a value that never leaves memory has no story, and costs
 nothing here.
@@ -106,7 +106,7 @@ class Story:
         self._events.append(_Kept(self._clock(), slot.pid, key, what, nbytes, cause or ""))
 
     def of(self, key: Hashable, pid: int | None = None) -> list[Event]:
-        """Return what happened to values of a key, and to the value with the number `pid`, the oldest first."""
+        """Return what happened to values of a key, and to value `pid`, oldest first."""
         return [self._event(kept) for kept in self._events if kept.pid == pid or (key is not None and kept.key == key)]
 
     def told(self, pid: int | None = None) -> str:

@@ -31,7 +31,7 @@ _PATIENCE = 100
 
 
 class Urgency(enum.IntEnum):
-    """On whose behalf a restore thread works. A lower number is served first, whatever came before."""
+    """On whose behalf a restore thread works. The lowest number is served first."""
 
     TASK = 0
     SEND = 1
@@ -84,7 +84,7 @@ class Engine:
     # -- spilling ----------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """There may be something to spill. Blocks for no longer than it takes to start the threads once.
+        """There may be something to spill. Blocks only while the threads start, once.
 
         But if not one can be started: then this spills.
         """
@@ -100,11 +100,11 @@ class Engine:
     # -- everything else ---------------------------------------------------------------------------
 
     def submit(self, work: Callable[[], None], urgency: Urgency = Urgency.TASK) -> bool:
-        """Run `work` on a restore thread, the most urgent first. Returns False if the engine is closed."""
+        """Run `work` on a restore thread, most urgent first. False if the engine is closed."""
         return self._restorers.put(work, urgency)
 
     def reap(self, work: Callable[[], None]) -> None:
-        """Run `work`, which lets values go, on a thread of its own; here, once the engine is closed.
+        """Run `work`, which lets values go, on its own thread; here, once the engine is closed.
 
         Unmapping a large array takes milliseconds that the event loop does not have, and a task
         should not pay for them either.
@@ -113,7 +113,7 @@ class Engine:
             _finish(work)
 
     def delete(self, work: Callable[[], None]) -> None:
-        """Run `work`, which deletes records, on another one: however slow the disk, no memory may wait for it."""
+        """Run `work`, which deletes records, on a thread of its own: memory never waits for it."""
         if not self._deleter.put(work):
             _finish(work)
 
@@ -143,7 +143,7 @@ class Engine:
 
 
 def run_for(work: Callable[[], object], timeout: float, name: str) -> bool:
-    """Run `work`, for `timeout` seconds at most; whether it has ended. 0 for no limit. Else it goes on, on a daemon."""
+    """Run `work`; whether it ended within `timeout` seconds (0: no limit). It goes on after."""
     if timeout and not sys.is_finalizing():
         thread = threading.Thread(target=work, name=name, daemon=True)
         try:
@@ -158,7 +158,7 @@ def run_for(work: Callable[[], object], timeout: float, name: str) -> bool:
 
 
 def _guarded(work: Callable[[], object]) -> BaseException | None:
-    """Do `work`, and log what it raises; return that if it interrupts the caller, to be raised in good time."""
+    """Do `work` and log what it raises; return what interrupts the caller, to be raised."""
     try:
         work()
     except BaseException as error:
@@ -168,7 +168,7 @@ def _guarded(work: Callable[[], object]) -> BaseException | None:
 
 
 def _finish(*works: Callable[[], object]) -> None:
-    """Do all that is given, here, whatever some of it raises; then raise what interrupts the caller."""
+    """Do all that is given, whatever some of it raises; then raise what interrupts."""
     interruption = None
     for work in works:
         interruption = _guarded(work) or interruption
@@ -396,7 +396,7 @@ class _Spillers(_Threads):
 
 
 class _Workers(_Threads):
-    """Threads that do what they are given, the most urgent first, and in order where that is the same."""
+    """Threads that do what they are given: the most urgent first, then in order."""
 
     def __init__(self, name: str, count: int, *, does_io: bool = False) -> None:
         super().__init__(name, count, does_io=does_io)

@@ -77,7 +77,7 @@ _LOOK_AGAIN = 0.1
 
 
 class Bell:
-    """Wakes the one thread that waits. Ringing waits for no lock, so finalisers may; rings before a wait count."""
+    """Wakes one waiting thread. Ringing waits for no lock; a ring before a wait counts."""
 
     def __init__(self) -> None:
         self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -93,7 +93,7 @@ class Bell:
             self._rings.get()
 
     def wait(self) -> None:
-        """Block until the bell rings, or some time has passed: what is only a matter of time rings no bell."""
+        """Block until the bell rings or some time has passed: time alone rings no bell."""
         with suppress(queue.Empty):
             self._rings.get(timeout=_LOOK_AGAIN)
 
@@ -175,7 +175,7 @@ class Metadata:
         forks.tell(self)
 
     def disown(self) -> None:
-        """Become what a forked child has of its parent's store. Whoever waited did so in the parent, and is not told.
+        """Become what a forked child has of its parent's store. Waiters stay in the parent.
 
         The child has none of the threads, and no right to the files; but all that is in memory.
         """
@@ -199,7 +199,7 @@ class Metadata:
             state.retry()
 
     def unreadable(self, key: Hashable) -> ManagerClosed:
-        """Return the error for whoever asks for a value on disk that the store, which is closed, cannot read."""
+        """Return the error for a value on disk that the closed store cannot read."""
         if self.inherited:
             return ManagerClosed(
                 f"the value of {key!r} was on disk when this process was forked from process {self._pid}, whose it is "
@@ -215,7 +215,7 @@ class Metadata:
 
     @property
     def may_not_wait(self) -> bool:
-        """Under the lock: whether a finaliser asks, in the middle of a change or of an operation of the store."""
+        """Under the lock: whether a finaliser asks in the middle of a change or operation."""
         return self._depth > 1 or self._store.inside
 
     def entry(self, key: Hashable, pid: int) -> Entry:
@@ -232,13 +232,13 @@ class Metadata:
         self.story.note(slot, Happened.STORED, receipt.nbytes)
 
     def count_writes(self, receipts: Iterable[Receipt], raw: int, seconds: float) -> None:
-        """Under the lock: count records that were written in so many seconds, of `raw` bytes in all."""
+        """Under the lock: count records written in so many seconds, of `raw` bytes in all."""
         self.totals["write"] += seconds
         self.totals["written"] += sum(receipt.nbytes for receipt in receipts)
         self.totals["raw"] += raw
 
     def validate(self) -> None:
-        """Raise AssertionError, with the last events, if the tables of core and values contradict each other. O(n)."""
+        """Raise AssertionError, with the last events, if core and values differ. O(n)."""
         with self:
             try:
                 self._validate()
@@ -366,7 +366,7 @@ class Metadata:
 
     @contextmanager
     def others_changes(self) -> Iterator[Bell]:
-        """Give a bell that rings when another thread has completed a change, or let go of what left memory."""
+        """Give a bell that rings when another thread completes a change or frees memory."""
         bell = Bell()
         self._bells[bell] = threading.get_ident()
         try:
@@ -381,7 +381,7 @@ class Metadata:
                 bell.ring()
 
     def others_letting_go(self) -> dict[object, int]:
-        """Return what other threads are letting go of, and its bytes: it has left, and its memory is not free yet."""
+        """Return what other threads are freeing, and its bytes: it left, and is not free yet."""
         here = threading.get_ident()
         return {going: nbytes for going, (ident, nbytes) in list(self._letting_go.items()) if ident != here}
 
@@ -459,7 +459,7 @@ def policy_of(function: Callable[..., object]) -> Policy | None:
 
 
 def reads(method: F) -> F:
-    """Mark a method that changes nothing, wherever it is called. It stays the function that it is."""
+    """Mark a method that changes nothing, wherever it is called. Adds no frame."""
     vars(method)["policy"] = Policy.READ
     return method
 
@@ -471,7 +471,7 @@ def deferred_in_pieces(method: F) -> F:
 
 
 def deferred(check: Callable[..., object] | None = None) -> Callable[[F], F]:
-    """Put a method off, in the middle of a change, until that is complete; it keeps its arguments until then.
+    """Put a call in the middle of a change off until that is complete; keeps arguments.
 
     Parameters
     ----------
@@ -512,7 +512,7 @@ def refused(what: str, *, unless_closed: bool = False) -> Callable[[F], F]:
 
 
 def _guard(policy: Policy, instead: Callable[..., object]) -> Callable[[F], F]:
-    """Return a decorator that calls `instead` of a method, with it and its arguments, in the middle of a change."""
+    """Return a decorator that calls `instead` in the middle of a change."""
 
     def decorate(method: F) -> F:
         @wraps(method)
