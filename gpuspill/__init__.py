@@ -86,7 +86,7 @@ def __dir__() -> list[str]:
 
 
 def dask_setup(server: Any) -> Awaitable[None] | None:
-    """Attach to a worker, or show the workers' stores on a scheduler; called by distributed's preload machinery.
+    """Attach to a worker, or show stores on a scheduler; distributed's preload calls it.
 
     A plain function and not a click command: preloads all get the same arguments, and those of
     other preloads (dask-cuda passes one) would be unknown options here. What it returns for a

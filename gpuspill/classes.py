@@ -25,7 +25,7 @@ _ASKED: Final = {name: getattr(type, name) for name in ("__eq__", "__hash__", "_
 
 
 def identities(*classes: type) -> frozenset[int]:
-    """Return the identities of classes that live as long as the program, for ``id(type(x)) in ...``."""
+    """Return the identities of classes that live as long as the program."""
     return frozenset(map(id, classes))
 
 
@@ -36,7 +36,7 @@ def is_instance(value: object, *classes: type) -> bool:
 
 
 def is_plain(cls: type) -> bool:
-    """Whether others may compare, hash and look into a class without running its metaclass's own code."""
+    """Whether a class can be compared, hashed and inspected without its metaclass's code."""
     meta = type(cls)
     if meta is type:
         return True
@@ -44,7 +44,7 @@ def is_plain(cls: type) -> bool:
 
 
 def attribute_of(cls: type, name: str, default: Any = None) -> Any:
-    """Return an attribute of a class as Python or its bases define it, passing by what its metaclass makes up."""
+    """Return an attribute of a class as defined there, past what its metaclass makes up."""
     if type(cls) is type:
         return getattr(cls, name, default)
     if name in _OF_TYPE:
@@ -90,7 +90,7 @@ class ClassTable(Generic[_T]):
         return len(self._entries)
 
     def forget(self, ident: int) -> None:
-        """Forget the class of an identity. Called while its memory cannot be used for another one yet."""
+        """Forget the class of an identity, before its memory can be used for another one."""
         self._entries.pop(ident, None)
 
 

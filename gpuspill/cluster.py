@@ -1,4 +1,4 @@
-"""``LocalCUDACluster``: dask-cuda's, with gpuspill, and the same script on a machine without devices."""
+"""``LocalCUDACluster``: dask-cuda's, with gpuspill; it runs without devices, too."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _with_devices(cls: Any, stock: Any) -> Any:
 
 
 def _refuse_unknown(keywords: Iterable[str], stock: type | None, with_devices: bool, worker_class: object) -> None:
-    """Raise TypeError for a keyword that no class takes: a worker would, when it starts, in another process.
+    """Raise TypeError for a keyword that no class takes, as a worker would when it starts.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def _refuse_unknown(keywords: Iterable[str], stock: type | None, with_devices: b
 
 
 def _taken(cls: object) -> set[str] | None:
-    """Return the names of the keywords that a class takes and hands to its bases; None if that cannot be told."""
+    """Return the keywords that a class takes and hands to its bases; None if unknown."""
     names: set[str] = set()
     if not isinstance(cls, type):
         return None
@@ -217,7 +217,7 @@ def _by_name(stock: type | None, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _without_devices(given: Mapping[str, Any], on: bool, stock: type | None) -> dict[str, Any]:
-    """Return keywords for ``LocalCluster`` that mean the same on a machine without devices; log what they leave out."""
+    """Return keywords for ``LocalCluster`` on a machine without devices; log what is lost."""
     keywords = dict(given)
     visible = keywords.get("CUDA_VISIBLE_DEVICES")
     why = why_no_devices(visible) or "no CUDA device was found"

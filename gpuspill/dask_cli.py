@@ -1,4 +1,4 @@
-"""What the ``dask`` command gets when gpuspill is installed: ``dask gpuspill``, and a flag of ``dask cuda worker``.
+"""``dask gpuspill``, and a flag of ``dask cuda worker``: added when gpuspill is installed.
 
 ``dask`` imports this module at start, as it does everything that is registered in the entry point
 group ``dask_cli``. The flag ``--enable-jit-unspill`` is then added to dask-cuda's own command,
@@ -90,7 +90,7 @@ def _with_flag(callback: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _do_without_devices(limit: object) -> object:
-    """Keep dask-cuda from looking for devices if there are none; return the limit that it is to be told."""
+    """Keep dask-cuda from looking for absent devices; return the limit to tell it."""
     why = why_no_devices()
     if why is None and os.environ.get(SWITCH) in (None, "", "0"):
         return limit

@@ -50,11 +50,11 @@ class GpuspillError(Exception):
 
 
 class ConfigError(GpuspillError, ValueError):
-    """A setting has a value that cannot be used; the message names the setting and what it accepts."""
+    """A setting's value cannot be used; the message names it and what it accepts."""
 
 
 class InvalidTransition(GpuspillError, RuntimeError):
-    """The core was asked for a move that its state forbids: a bug in gpuspill, never in the caller's data."""
+    """The core's state forbids the move it was asked for: a bug in gpuspill."""
 
 
 class ManagerClosed(GpuspillError, RuntimeError):
@@ -70,7 +70,7 @@ class Unspillable(SpillFailed, TypeError):
 
 
 class StorageError(SpillFailed, OSError):
-    """Reading or writing a record failed for a reason that may pass (an interrupted call, a full file table)."""
+    """A record could not be read or written now: an interrupted call, a full file table."""
 
 
 class StorageFull(StorageError):
@@ -157,14 +157,14 @@ contained: Final = _Contained()
 
 
 def is_for_caller(error: BaseException) -> bool:
-    """Whether an error is none of the work's: a signal interrupts the program, whose main thread this is."""
+    """Whether an error is a signal's that interrupts the program, in its main thread."""
     if isinstance(error, Exception | GeneratorExit | CancelledError):
         return False
     return threading.current_thread() is threading.main_thread()
 
 
 def answerable(error: BaseException) -> Exception:
-    """Return what to tell those who wait for a value: `error`, unless they would take it for their own."""
+    """Return what to tell those who wait: `error`, unless they would take it for theirs."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | futures.CancelledError):
         return error
     try:

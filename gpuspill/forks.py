@@ -1,4 +1,4 @@
-"""What happens when a process forks: the child has the store's memory, and the store stays the parent's.
+"""What happens when a process forks: the child has its memory, the store stays the parent's.
 
 A fork copies all memory, but only the thread that forks. So a lock that another thread holds at
 that moment would be held in the child for ever, over data in the middle of a change. Therefore the
@@ -74,7 +74,7 @@ class _Registry:
 
 
 def _take(locks: list[RLock]) -> RLock | None:
-    """Take all locks, waiting for the first one only; return the one that was not free, with none taken."""
+    """Take all locks, waiting for the first only; return one that was taken, with none held."""
     for number, lock in enumerate(locks):
         if not lock.acquire(blocking=number == 0):
             for taken in locks[:number]:

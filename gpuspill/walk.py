@@ -42,7 +42,7 @@ _FAST: Final[dict[int, Callable[[Any], Iterable[Any]]]] = {
 
 
 def kinds(value: Any) -> dict[int, type]:
-    """Return the types of all that is in a value and is neither a container nor a plain scalar, by their identity.
+    """Return the types in a value, by identity, but for containers and plain scalars.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def kinds(value: Any) -> dict[int, type]:
 
 
 def replace(value: Any, replacement: Callable[[Any], Any], boring: Container[int] = ()) -> Any:
-    """Return `value` with everything replaced that `replace` replaces; `value` itself if that is nothing.
+    """Return `value` with everything replaced that `replace` replaces; else itself.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class _Findings:
-    """What is in a value: its containers, what is replaced in them, and which have to be rebuilt."""
+    """What is in a value: containers, what is replaced, and which are rebuilt."""
 
     def __init__(self, root: Any, replacement: Callable[[Any], Any], boring: Container[int]) -> None:
         # By identity; the objects are kept alive with it, since some containers make their parts

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-calls=False
-"""``device``: kernels on the blocks of an array that is larger than the device, while others are copied both ways.
+"""``device``: kernels on blocks of a large array, while others are copied both ways.
 
 A *scale model*: of every `thin` bytes one is there, on a device with as much less memory and a link
 as much slower. A copy takes as long as all bytes would take, and the real time of everything else
@@ -240,7 +240,7 @@ class DeviceJob(Benchmark):
         }
 
     def _passes(self, client: Client, blocks: list[Any]) -> list[Any]:
-        """Submit all passes; each goes over all blocks before the next begins, without waiting for it to end."""
+        """Submit all passes, each over all blocks, without waiting for its end."""
         for number in range(self.passes):
             # The futures of the pass before are dropped here: what was read for the last time goes
             # at once.

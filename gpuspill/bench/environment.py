@@ -56,7 +56,7 @@ def environment() -> dict[str, object]:
 
 
 def back_memory(nbytes: int) -> int:
-    """Touch free memory and give it back, so that the run that follows does not pay for its first touch.
+    """Touch free memory and give it back, so that the next run does not pay for that.
 
     A virtual machine whose host takes free pages back (free page reporting, on by default with a
     balloon device of recent kernels) gets each of them anew from the host at the first touch, at a

@@ -1,4 +1,4 @@
-"""``fair``: how long the event loop stands still, and how long a task waits, beside work that is not the task's.
+"""``fair``: how long the event loop stalls and a task waits beside others' work.
 
 One store in this process, an event loop, and the store's own threads. A list of many small lists is
 written, read and let go. A task has thousands of inputs. Another one needs four values while a peer

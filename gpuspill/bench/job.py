@@ -17,7 +17,7 @@ __all__ = ["Benchmark", "benchmark"]
 
 
 class Benchmark(ABC):
-    """A job that can be done on several arms and whose result is known; its subclasses are dataclasses."""
+    """A job for several arms with a known result; its subclasses are dataclasses."""
 
     __slots__ = ()
 
@@ -66,7 +66,7 @@ class Benchmark(ABC):
     def measure(
         self, arms: Sequence[Arm], repeat: int, expected: Any, progress: Callable[[Sample], None]
     ) -> list[Sample]:
-        """Do it `repeat` times on each arm; in turns, see :func:`~gpuspill.bench.runner.interleave`."""
+        """Do it `repeat` times on each arm, in turns; see ``interleave`` of the runner."""
         return interleave(arms, repeat, lambda arm, _: self.run(arm, expected), progress)
 
     def parameters(self) -> Mapping[str, Any]:

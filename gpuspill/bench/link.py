@@ -1,4 +1,4 @@
-"""``device --link``: what the device tier makes of a link, with the host's part of it modelled at full scale.
+"""``device --link``: what the device tier makes of a link, the host's part modelled.
 
 No byte moves and nothing sleeps. The clock adds up the processor time that the tier really takes,
 and what a model says of the link, of calls of the driver, of copies in host memory, of fresh pages
@@ -174,7 +174,7 @@ class LinkJob(Benchmark):
 
 
 class _Garbage:
-    """Says how long the collector ran: it looks at whatever else the process has, so that is told apart.
+    """Says how long the collector ran: told apart, as it looks at all of the process.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ class _Rig:
         self._tier.settle()
 
     def run(self, *works: Callable[[], object]) -> tuple[float, float]:
-        """Do all works at the same time; return the seconds that it takes, and those of Python among them."""
+        """Do all works at once; return the seconds it takes, and those of Python among them."""
         clock = self._device.clock
 
         def work(do: Callable[[], object]) -> None:

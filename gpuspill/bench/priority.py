@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-calls=False
-"""``priority``: an urgent task behind a stream of others, on a worker whose memory is full and whose disk is slow.
+"""``priority``: an urgent task behind others, with memory full and a slow disk.
 
 A worker makes values of the lowest priority faster than its disk takes them. One task of the
 highest priority comes, whose input is on another worker. How long does it take? Then, what is
@@ -234,7 +234,7 @@ class _Pinned:
 
 
 def _ask(limit: int, transfers: int, dask_worker: Worker) -> tuple[int, int, int]:
-    """Ask for room for transfers and tasks while one task uses all there is; return what was asked, and promised."""
+    """Ask for room while a task uses all there is; return bytes asked and promised."""
     manager = cast("Any", dask_worker.data).manager
     sizes = [limit // 5] * transfers + [limit // 2] * 8
     with ExitStack() as stack:

@@ -165,7 +165,7 @@ class LoopProbe:
             self._handle = None
 
     def reset(self) -> None:
-        """Forget what was recorded so far, and that the caller has held up the callback which is due."""
+        """Forget what was recorded, and that the caller has held up the due callback."""
         self._lateness = array("d")
         self._own = array("d")
         self._since = self._loop.time()
@@ -307,7 +307,7 @@ def high_water_bytes() -> int:
 
 
 def processor_wait() -> float:
-    """Return how long the calling thread was ready to run and had no processor, seconds; 0 where it cannot be known."""
+    """Return how long this thread was ready and had no processor, seconds; 0 if unknown."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/schedstat", "rb", buffering=0) as file:
             return int(file.read(100).split()[1]) / 1e9
@@ -316,7 +316,7 @@ def processor_wait() -> float:
 
 
 def stolen_time() -> float | None:
-    """Return how long this machine's processors were not there because their host used them otherwise, seconds.
+    """Return how long the host kept this machine's processors, seconds.
 
     Returns
     -------

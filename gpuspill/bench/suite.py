@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-calls=False
-"""``suite``: ten things that people do with dask, each with more data than memory, and one table of what they cost."""
+"""``suite``: ten uses of dask, each with more data than memory, and what they cost."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Suite(Benchmark):
     def measure(
         self, arms: Sequence[Arm], repeat: int, expected: Any, progress: Callable[[Sample], None]
     ) -> list[Sample]:
-        """Run each workload on all arms in turns, then the next one; and all of that `repeat` times.
+        """Run each workload on all arms in turns; all of that `repeat` times.
 
         A workload that fails on an arm is a sample that failed, and the others go on.
         """
@@ -143,7 +143,7 @@ class Suite(Benchmark):
 
     @contextmanager
     def _open(self) -> Iterator[tuple[list[Workload], list[Answers]]]:
-        """Make the workloads and compute their answers; what they have made is removed at the end."""
+        """Make the workloads and compute their answers; remove their files at the end."""
         with ExitStack() as stack:
             workloads = []
             for name in self.workloads:
@@ -152,7 +152,7 @@ class Suite(Benchmark):
             yield workloads, [workload.expected() for workload in workloads]
 
     def run(self, arm: Arm, expected: tuple[Workload, Answers]) -> Metrics:
-        """Run a workload in fresh processes; raises RuntimeError if an answer is wrong or a worker was killed."""
+        """Run a workload in fresh processes; RuntimeError for a wrong answer or a killed worker."""
         workload, answers = expected
         shape = ClusterShape(workers=self.workers, threads=self.threads, memory_limit=self.limit)
         settings = {**SMALL_WORKERS, "distributed.scheduler.active-memory-manager.start": False}
@@ -211,7 +211,7 @@ class Suite(Benchmark):
         return lines
 
     def _cost(self, samples: Sequence[Sample], arm: str, name: str) -> float | None:
-        """Return the CPU seconds that an arm took more than the control, per GiB written and read; None if unknown."""
+        """Return an arm's CPU seconds above the control, per GiB moved; None if unknown."""
         spreads = [spread(samples, arm, f"{name}.{metric}") for metric in ("cpu", "written", "read")]
         control = spread(samples, _CONTROL, f"{name}.cpu")
         cpu, written, read = (math.nan if found is None else found.median for found in spreads)

@@ -118,7 +118,7 @@ class Tiny(Benchmark):
     def measure(
         self, arms: Sequence[Arm], repeat: int, expected: Sequence[int], progress: Callable[[Sample], None]
     ) -> list[Sample]:
-        """Let the workers of all arms take turns; one after the other if they have to live in this process."""
+        """Let the workers of all arms take turns; one arm after the other in this process."""
         if self.mode == "inprocess":
             return Benchmark.measure(self, arms, repeat, expected, progress)  # super() does not go with slots
         samples = []
@@ -137,7 +137,7 @@ class Tiny(Benchmark):
     # -- in turns ----------------------------------------------------------------------------------
 
     def take_turns(self, arms: Sequence[Arm], expected: Sequence[int]) -> Mapping[str, Metrics]:
-        """Do the job once on each arm, in one new cluster with a worker an arm, and return what was measured.
+        """Do the job once on each arm, in one new cluster, and return what was measured.
 
         Raises
         ------
@@ -222,7 +222,7 @@ class _Contestant:
             turns.clear()
 
     def metrics(self, stock: _Contestant | None) -> dict[str, float | None]:
-        """Return the means of all tasks; and of what turns took more than stock's turns beside them, the medians.
+        """Return means of all tasks, and medians of what turns took more than stock's.
 
         The medians leave out what only some turns have, such as full garbage collections; the means
         do not.
@@ -237,7 +237,7 @@ class _Contestant:
 
 
 def _order(contestants: Sequence[_Contestant], number: int) -> list[_Contestant]:
-    """Return who comes when in a turn: each comes first as often as last, and before each other as often as after."""
+    """Return who comes when: each first as often as last, and before each other as often."""
     order = _rotated(contestants, number // 2)
     return order[::-1] if number % 2 else order
 

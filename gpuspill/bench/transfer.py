@@ -240,7 +240,7 @@ def _warm_up() -> float:
 
 
 async def _hand_over(peer: str, keys: Sequence[str], timeout: float, dask_scheduler: Scheduler) -> None:
-    """Make the peer fetch all keys, as the active memory manager does, and wait until it has them."""
+    """Make the peer fetch all keys, as active memory management does, and wait."""
     dask_scheduler.request_acquire_replicas(peer, list(keys), stimulus_id="gpuspill-bench")
     there = dask_scheduler.workers[peer].has_what
     async with asyncio.timeout(timeout):

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-calls=False
-"""What people do with dask, in small: each a few lines, with an answer that is computed without a cluster.
+"""Uses of dask in small: a few lines each, with an answer computed without a cluster.
 
 Each is given the bytes that should be alive at once, and the size of a piece. Data are made from
 seeds, in the tasks themselves, so that no arm has to read or send any.
@@ -77,7 +77,7 @@ class Workload(ABC):
         return _random((blocks * edge, blocks * edge), (edge, edge))
 
     def _tall(self, nbytes: float, columns: int, parts: int = 1) -> da.Array:
-        """Return a lazy random array of so many columns, in so many parts across, and as many rows as it takes."""
+        """Return a lazy random array of so many columns and parts, and enough rows."""
         rows = max(1, self._chunk * parts // (8 * columns))
         blocks = max(2, round(nbytes / (8 * columns * rows)))
         return _random((blocks * rows, columns), (rows, columns // parts))
@@ -146,7 +146,7 @@ class Dot(Workload):
         return self._tall(self._nbytes, 128, parts=2)
 
     def expected(self) -> Answers:
-        """See the base class: the elements of ``x.T @ x`` add up to the squares of the rows' sums."""
+        """See the base class: ``x.T @ x`` adds up to the squares of the rows' sums."""
         return {"total": _alone((self._array().sum(axis=1) ** 2).sum())}
 
     def run(self, client: Client) -> Answers:
@@ -253,7 +253,7 @@ class Rechunk(Workload):
 
 
 class Overlap(Workload):
-    """A persisted array is smoothed, which takes the edges of all neighbours; what comes out is persisted."""
+    """Smooth a persisted array, with the edges of all neighbours, and persist it."""
 
     name = "map-overlap"
 
@@ -269,7 +269,7 @@ class Overlap(Workload):
 
 
 class Climatology(Workload):
-    """Months of a field are persisted; what each is above the mean of all of its name is persisted, too."""
+    """Persist months of a field, and how far each is above the mean of its name."""
 
     name = "climatology"
 

@@ -66,7 +66,7 @@ def jit_unspill() -> bool | None:
 
 
 def answers() -> list[str]:
-    """Return a sentence for each setting of JIT-unspill that is configured and does nothing here."""
+    """Return a sentence for each configured setting of JIT-unspill without effect here."""
     found = []
     for name, (agreed, instead) in _REPLACED.items():
         value = dask.config.get(name, None)

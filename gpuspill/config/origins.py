@@ -55,7 +55,7 @@ def origins(settings: Settings, files: Mapping[str, str] | None = None) -> dict[
 
 
 def configured_files() -> dict[str, str]:
-    """Return for each option the configuration file that has the last word on it. Reads all of dask's files."""
+    """Return the configuration file that decides each option. Reads all of dask's."""
     found: dict[str, str] = {}
     for path, content in dask.config.collect_yaml(dask.config.paths, return_paths=True):
         found.update(dict.fromkeys(_named(content.get("gpuspill")), str(path)))

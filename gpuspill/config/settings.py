@@ -1,4 +1,4 @@
-"""Every option of gpuspill: its name, default, unit, meaning and parser. A default stands here and nowhere else.
+"""Every option of gpuspill: its name, default, unit, meaning and parser.
 
 An option comes from a keyword (``gpuspill.data(host_limit="2 GiB")``), else from dask's
 configuration (``gpuspill.host-limit`` in YAML, ``DASK_GPUSPILL__HOST_LIMIT`` in the environment),
@@ -270,7 +270,7 @@ def _count(minimum: int) -> Any:
 
 
 def is_on(value: object) -> bool | None:
-    """Return what a value in a configuration says of a feature; None if that is neither on nor off."""
+    """Return what a configured value says of a feature; None if neither on nor off."""
     if _off(value):
         return False
     if value is True or _word(value) in _ON or (_number(value) and value == 1):
@@ -286,7 +286,7 @@ def _switch(name: str, value: Any) -> bool:
 
 
 def codec_names() -> set[str]:
-    """Return the names that a codec may have: those of :data:`CODECS`, and what is registered with distributed."""
+    """Return the names of codecs: of :data:`CODECS`, and those registered by distributed."""
     # It may not be imported: then nothing can be registered.
     registry = getattr(sys.modules.get("distributed.protocol.compression"), "compressions", {})
     return CODECS.keys() | {name for name in registry if isinstance(name, str) and name != "auto"}

@@ -1,4 +1,4 @@
-"""``gpuspill demo``: real jobs on a cluster smaller than their data, checked and compared with stock.
+"""``gpuspill demo``: real jobs on a small cluster, checked and compared with stock.
 
 ``jobs`` says what a job is and compares answers, ``flights`` and ``arrays`` are the two jobs,
 ``view`` shows a running cluster in the terminal, ``run`` puts it together.

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-calls=False
-"""Shows a running cluster: what is in which tier, what moves, and how long the workers' event loops stood still.
+"""Shows a running cluster: what is in which tier, what moves, and the loops' stalls.
 
 In a terminal the picture is redrawn several times a second; elsewhere (a log file, CI) a line is
 printed every few seconds.
@@ -63,7 +63,7 @@ class WorkerState:
 
 
 def observe(dask_scheduler: Scheduler) -> list[WorkerState]:
-    """Collect what the heartbeats have told; runs on the scheduler (``client.run_on_scheduler``)."""
+    """Collect what heartbeats told; runs on the scheduler (``client.run_on_scheduler``)."""
     states = []
     for worker in dask_scheduler.workers.values():
         bench = cast("Mapping[str, Any]", worker.metrics.get(HEARTBEAT) or {})

@@ -39,7 +39,7 @@ logger = logging.getLogger("gpuspill")
 
 
 def all_adapters() -> tuple[ArrayAdapter, ...]:
-    """Return one of each: those of installed packages (entry points in ``gpuspill.array_adapters``), then those here.
+    """Return one of each: those of installed packages (entry points), then those here.
 
     One that cannot be had is left out with a warning: its package may be installed for something
     else.
@@ -84,7 +84,7 @@ def _check(memory: Allocation, layout: Layout) -> None:
 
 
 def _element_type(dtype: Any) -> Any:
-    """Return the name of an element type, or the type itself if the name does not tell all of it."""
+    """Return the name of an element type, or the type if its name does not tell all."""
     name = dtype.str
     try:
         told = np.dtype(name)
@@ -101,7 +101,7 @@ def _ordinal(memory: Allocation) -> int:
 
 
 class _Interface:
-    """An allocation, or part of it, for libraries that take ``__cuda_array_interface__``. Keeps it alive."""
+    """An allocation, or part of it, with ``__cuda_array_interface__``. Keeps it alive."""
 
     def __init__(self, memory: Allocation, layout: Layout) -> None:
         self.memory = memory
@@ -246,7 +246,7 @@ class NumbaAdapter(ArrayAdapter):
         return array if layout.stream is None else array.bind(layout.stream)
 
     def reduce_view(self, whole: Any, layout: Layout) -> Any:
-        """As an array on part of the data of `whole`. On no stream: those of others mean nothing here."""
+        """As an array on part of the data of `whole`. On no stream."""
         data = _Call(operator.methodcaller("view", layout.offset), _Call(getattr, whole, "gpu_data"))
         return type(whole), (layout.shape, layout.strides, np.dtype(layout.dtype), 0, data)
 
@@ -286,7 +286,7 @@ class RmmAdapter(ArrayAdapter):
 
 
 class _Lending:
-    """Resources that give allocations to the buffers which are built on them, and keep them as long as those live.
+    """Resources that give allocations to buffers built on them, and keep them as long.
 
     A buffer that grows gets its new memory from the resource in force then.
 
@@ -374,7 +374,7 @@ class TorchAdapter(ArrayAdapter):
 
 
 class InterfaceAdapter(ArrayAdapter):
-    """Memory that has the array interface and is of no library: what composites are put together on."""
+    """Memory with the array interface and of no library: what composites are built on."""
 
     name = "interface"
     library = __name__

@@ -103,11 +103,11 @@ class ArrayAdapter(ABC):
 
     @abstractmethod
     def types(self, library: ModuleType) -> tuple[type, ...]:
-        """Return the types it knows. Subclasses are left alone: they may carry more than memory and layout."""
+        """Return the types it knows, without subclasses, which may carry more."""
 
     @abstractmethod
     def describe(self, value: Any, registry: ArrayRegistry) -> ArrayDescription | None:
-        """Take an array apart, without using its memory or copying anything; None leaves this one alone.
+        """Take an array apart, without a copy or use of its memory; None leaves it alone.
 
         What is described as the owner has to keep the memory: it is all that does, once the array
         is gone.
@@ -140,7 +140,7 @@ class ArrayAdapter(ABC):
         """
 
     def reduce_view(self, whole: Any, layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """Return how pickle makes an array on the memory of another one, which it shares; None if it cannot.
+        """Return how pickle makes an array on another one's memory; None if it cannot.
 
         Parameters
         ----------
@@ -158,7 +158,7 @@ class ArrayAdapter(ABC):
         return None
 
     def stream(self, value: Any) -> tuple[int, object] | None:
-        """Return the stream on which an array is used, as the driver has it, and what keeps that; None if not known.
+        """Return the driver's handle of an array's stream, and what keeps it; None if unknown.
 
         The library's current stream of the calling thread, if arrays have none of their own. May
         raise anything.
@@ -208,7 +208,7 @@ class ArrayRegistry:
         return known[0]
 
     def derives(self, cls: type) -> bool:
-        """Whether a type that is not known derives from one that is: its objects may be more than an array."""
+        """Whether an unknown type derives from a known one: it may be more than an array."""
         return any(self.adapter(base) is not None for base in attribute_of(cls, "__mro__")[1:])
 
     def describe(self, value: object) -> ArrayDescription | None:
@@ -229,7 +229,7 @@ class ArrayRegistry:
         return None
 
     def stream(self, value: object) -> tuple[int, object] | None:
-        """Return the stream on which an array is used, as the driver has it, and what keeps that, if anything does.
+        """Return the driver's handle of an array's stream, and what keeps it, if any.
 
         None if nothing says so, or if it is a default stream.
         """
@@ -253,7 +253,7 @@ class ArrayRegistry:
         return self._adapters[recipe.adapter].rebuild(memory, recipe.layout)
 
     def reduce_view(self, whole: Any, found: ArrayDescription, low: int) -> Any:
-        """Return how pickle makes an array on `whole`, which begins at byte `low` of its memory; None if it cannot."""
+        """Return how pickle makes an array on `whole`, which begins at byte `low`; or None."""
         assert found.recipe is not None
         layout = replace(found.layout, offset=found.layout.offset - low)
         return self._adapters[found.recipe.adapter].reduce_view(whole, layout)
@@ -279,7 +279,7 @@ def _knows(adapter: ArrayAdapter, cls: type) -> bool:
 
 
 def interface_layout(value: object) -> tuple[Layout, int] | None:
-    """Return layout and address of the first element, from ``__cuda_array_interface__``; None if there is none.
+    """Return layout and address by ``__cuda_array_interface__``; None if there is none.
 
     The layout's offset is 0: there is nothing to count it from.
     """
@@ -310,7 +310,7 @@ def _interface_stream(value: object) -> tuple[int, object] | None:
 
 
 def estimated_nbytes(value: object) -> int | None:
-    """Return the size in bytes that an object claims to have: by its array interface, else by ``nbytes``.
+    """Return the size in bytes that an object claims, by its interface or ``nbytes``.
 
     Never by ``sys.getsizeof``, which knows nothing of memory on a device. None if it claims none.
     Raises nothing but KeyboardInterrupt.

@@ -24,7 +24,7 @@ _MANAGER_MODULE: Final = "cudf.core.buffer.spill_manager"
 
 
 def external_types() -> tuple[type, ...]:
-    """Return the types whose objects are to be left alone now; empty unless cuDF is imported and spills by itself.
+    """Return the types to leave alone now; empty unless cuDF spills by itself.
 
     By cuDF's public names only; nothing is imported. Never raises.
     """
@@ -55,7 +55,7 @@ class CudfFirst:
 
     @property
     def pending(self) -> bool:
-        """Whether cuDF is going to hang its callback into RMM, and has not yet as far as known. Cheap."""
+        """Whether cuDF has yet to hang its callback into RMM, as far as known. Cheap."""
         if self._settled:
             return False
         cudf: Any = sys.modules.get("cudf")
@@ -69,7 +69,7 @@ class CudfFirst:
         return _switched_on("CUDF_SPILL", False) and _switched_on("CUDF_SPILL_ON_DEMAND", True)
 
     def let(self) -> bool:
-        """Have cuDF do it now, with the device current; return whether nothing has to be waited for any more.
+        """Have cuDF do it now, with the device current; whether there is no more to wait for.
 
         Never raises. False only while cuDF is not imported although the environment switches its
         spilling on.

@@ -33,7 +33,7 @@ class Installation(HookInstallation):
 
 
 class HookChain:
-    """Hooks, asked from the oldest to the newest, as stacked resource adaptors of RMM would be. Thread-safe.
+    """Hooks, asked from the oldest to the newest, as RMM's adaptors. Thread-safe.
 
     The chain of a device with an allocator of its own is always connected. A chain that hangs on
     another library's allocator overrides :meth:`connected`, :meth:`connect` and
@@ -50,10 +50,10 @@ class HookChain:
         return True
 
     def connect(self) -> None:
-        """Make the device ask this chain, unless it does. Called with the chain's lock held; must not block."""
+        """Make the device ask this chain, unless it does. Chain's lock held; never blocks."""
 
     def disconnect(self) -> None:
-        """Make the device ask this chain no more, as nothing is left in it. Called with the chain's lock held."""
+        """Make the device ask this empty chain no more. The chain's lock is held."""
 
     def installations(self) -> tuple[Installation, ...]:
         """Return what is installed now."""
@@ -85,7 +85,7 @@ class HookChain:
         return getattr(self._active, "asking", False)
 
     def ask(self, nbytes: int, retries: int) -> bool:
-        """Ask one hook after the other until one wants another try. No lock is held while a hook runs.
+        """Ask hooks in turn until one wants another try. No lock is held meanwhile.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Between device memory and files, past the host's: by GPUDirect Storage, where there is a driver for it.
+"""Between device memory and files, past the host's: by GPUDirect Storage.
 
 Whether to try is decided by :class:`Trust`, which does nothing. :class:`PastHost` does it, in
 pieces, on any :class:`FileDriver`, which is the boundary to the library. Whatever goes wrong there
@@ -38,7 +38,7 @@ class Transfer(Protocol):
     """A transfer that was begun."""
 
     def get(self) -> int:
-        """Wait until nothing of it is under way any more; return how many bytes were moved. Called once.
+        """Wait until it is done; return how many bytes were moved. Called once.
 
         Raises FileDriverError if it failed.
         """
@@ -52,10 +52,10 @@ class DirectFile(Protocol):
     """
 
     def write(self, allocation: Allocation, offset: int, nbytes: int) -> Transfer:
-        """Begin to write bytes from `offset` on of an allocation to the same place in the file. FileDriverError."""
+        """Begin to write bytes from `offset` of an allocation to that place in the file."""
 
     def read(self, allocation: Allocation, offset: int, nbytes: int) -> Transfer:
-        """Begin to read bytes from `offset` on of the file to the same place in an allocation. FileDriverError."""
+        """Begin to read bytes from `offset` of the file to that place in an allocation."""
 
     def close(self) -> None:
         """Close it, when no transfer is under way. Never raises."""
@@ -97,7 +97,7 @@ class Trust:
         return nbytes >= self._minimum and not self.lost
 
     def succeeded(self) -> None:
-        """Note that it worked: earlier failures were of the moment, unless it is given up already."""
+        """Note that it worked: earlier failures count no more, unless it is given up."""
         if not self.lost:
             self._failures = 0
 

@@ -175,7 +175,7 @@ OutOfMemoryHook: TypeAlias = Callable[[int, int], bool]
 
 
 class Allocation(ABC):
-    """Device memory; freed with the last reference to it. Supports weak references. Compares by identity."""
+    """Device memory; freed with the last reference to it. Compares by identity."""
 
     __slots__ = ("__weakref__",)
 
@@ -201,12 +201,12 @@ class Allocation(ABC):
 
     @property
     def owner(self) -> object:
-        """The library's object that owns the memory, where there is one; else the allocation itself."""
+        """The library's object that owns the memory, if any; else the allocation itself."""
         return self
 
     @property
     def token(self) -> object:
-        """What lives exactly as long as the memory, where that is another object; else the allocation itself."""
+        """What lives as long as the memory, if another object; else the allocation itself."""
         return self
 
 
@@ -217,7 +217,7 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether everything before it is done; if so, that counts as observed. Never blocks on the device.
+        """Whether everything before it is done; then it counts as observed. Never blocks.
 
         Raises
         ------
@@ -246,7 +246,7 @@ class Event(ABC):
         """
 
     def synchronize(self) -> None:
-        """Block the calling thread until everything before it is done; as :meth:`wait` without a timeout."""
+        """Block the calling thread until everything before it is done; as :meth:`wait`."""
         self.wait()
 
 
@@ -266,15 +266,15 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Order all later work of this stream after `event`, which may be of another stream. Blocks no thread."""
+        """Order all later work of this stream after `event`, of any stream. Never blocks."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until everything enqueued so far is done; raises as :meth:`Event.wait`."""
+        """Block until everything enqueued so far is done; raises as :meth:`Event.wait`."""
         self.record().wait()
 
 
 class PinnedBuffer(ABC):
-    """Host memory that the device can copy from and to at full speed. A context manager that releases it."""
+    """Host memory that is copied from and to at full speed. A context manager."""
 
     __slots__ = ()
 
@@ -315,15 +315,15 @@ class HookInstallation(ABC):
     @property
     @abstractmethod
     def installed(self) -> bool:
-        """Whether the hook would be asked now. False after :meth:`uninstall`, or when a library dropped it."""
+        """Whether the hook would be asked now: not uninstalled, nor dropped by a library."""
 
     @abstractmethod
     def reinstall(self) -> None:
-        """Install the hook again unless it is installed. Thread-safe: it is never in the chain twice."""
+        """Install the hook again unless it is installed. Thread-safe; never twice."""
 
     @abstractmethod
     def uninstall(self) -> None:
-        """Take the hook out of the chain, and leave the others. Idempotent. A call under way is not waited for."""
+        """Take the hook out, and leave the others. Idempotent. Waits for no call."""
 
 
 class Device(ABC):
@@ -332,15 +332,15 @@ class Device(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Name of the device, unique in the process: first part of the identity of its allocations."""
+        """Name of the device, unique in the process: first part of its allocations' identity."""
 
     @property
     def uuid(self) -> str | None:
-        """Name of the device on this machine, whatever process asks; None if it is the process's own."""
+        """Name of the device on this machine, for any process; None if it is private."""
         return None
 
     def device_of(self, address: int) -> str:
-        """Return the name of the device that an address belongs to: this one, where it is the only one.
+        """Return the name of the device of an address: this one, if it is the only one.
 
         For libraries whose arrays do not say. Another name if the memory is on no device.
         """
@@ -383,7 +383,7 @@ class Device(ABC):
 
     @abstractmethod
     def borrow(self, identity: AllocationId, owner: object, token: object = None) -> Allocation:
-        """Return an allocation for memory that a library allocated, so that it can be copied from and to.
+        """Return an allocation for memory that a library allocated, so as to copy it.
 
         It keeps `owner`, which keeps the memory, and must not be given to :meth:`free`.
 
@@ -410,7 +410,7 @@ class Device(ABC):
         things.clear()
 
     def release_by(self, run: Callable[[Callable[[], None]], object]) -> Callable[[], None]:
-        """Have `run` free, on a thread of its own, what is let go of on the thread of an event loop.
+        """Have `run` free, on its own thread, what an event loop's thread lets go of.
 
         Parameters
         ----------
@@ -429,7 +429,7 @@ class Device(ABC):
         """Return the port's own stream for copies in one direction; the same one at each call."""
 
     def fence(self, allocation: Allocation) -> Event | None:
-        """Return an event for all that was enqueued so far for an allocation, by whomever and on whatever stream.
+        """Return an event for all that was enqueued so far for an allocation, on any stream.
 
         Never blocks. None, which is the default, where the device does not know: synchronise with
         all of it instead.
@@ -437,14 +437,14 @@ class Device(ABC):
         return None
 
     def produced(self, stream: Any) -> Event | None:
-        """Return an event for all that was enqueued so far on any library's stream, by the driver's handle.
+        """Return an event for all that was enqueued so far on any library's stream.
 
         Never blocks. None, which is the default, where that cannot be had.
         """
         return None
 
     def fences(self, allocations: Sequence[Allocation]) -> Sequence[Event] | None:
-        """Return events for all that was enqueued so far for any of some allocations; as :meth:`fence`.
+        """Return events for all that was enqueued so far for some allocations.
 
         None where the device does not know of one of them.
         """
@@ -500,7 +500,7 @@ class Device(ABC):
         """
 
     def copy_on_host(self, target: Any, source: Any) -> None:
-        """Copy one array of host bytes to another, without the interpreter's lock: to and from staging.
+        """Copy one array of host bytes to another, without the interpreter's lock.
 
         No device takes part. It is here for those that model what it costs.
         """
@@ -510,7 +510,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until everything enqueued on any stream of the device, by anybody, is done; that is thereby observed.
+        """Block until everything on any stream of the device is done, and thereby observed.
 
         Raises
         ------
@@ -529,7 +529,7 @@ class Device(ABC):
         """
 
     def plan(self) -> CopyPlan:
-        """Return how to copy much at once from and to ordinary host memory. May find that out first, by trying."""
+        """Return how to copy much at once from and to ordinary memory. May try first."""
         return CopyPlan()
 
     @abstractmethod
@@ -542,11 +542,11 @@ class Device(ABC):
 
     @abstractmethod
     def validate(self) -> None:
-        """Raise AssertionError unless the port's indices agree with each other. For tests; may be slow."""
+        """Raise AssertionError unless the port's indices agree. For tests; may be slow."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for copies in flight, take the port's hooks out and give its streams back. Idempotent.
+        """Wait for copies, take out the hooks and give the streams back. Idempotent.
 
         Called by the code that made the device object; others that share it take out their own
         hooks. Allocations live on for as long as they are referenced.

@@ -125,7 +125,7 @@ def _in_container(value: Any, minimum: int, ndarray: Any) -> SharedMemory | None
 
 
 def _copies_on_write() -> bool:
-    """Whether a frame that is changed never changes another one, which has been so since pandas 3."""
+    """Whether changing a frame never changes another one, as since pandas 3."""
     pandas: Any = sys.modules.get("pandas")
     return int(getattr(pandas, "__version__", "0").partition(".")[0]) >= 3
 

@@ -59,7 +59,7 @@ class Copier:
         self._lanes = {kind: _Lanes(device) for kind in ("to_host", "to_device", "onward")}
 
     def to_host(self, allocation: Allocation, buffer: memoryview) -> None:
-        """Copy an allocation, whose producer was observed, into a buffer of its size; see :meth:`to_host_together`."""
+        """Copy an allocation, its producer observed, into a buffer of its size."""
         self.to_host_together([Part(allocation, 0, buffer)])
 
     def to_host_together(self, parts: Sequence[Part], pinned: Sequence[Part] = ()) -> None:
@@ -107,7 +107,7 @@ class Copier:
                 _copy(_pieces(sizes, plan.chunk_nbytes), buffers, enqueue, after)
 
     def onward(self, allocation: Allocation, sink: Callable[[memoryview], object]) -> None:
-        """Copy an allocation, whose producer was observed, in pieces that `sink` is called with, in order.
+        """Copy an allocation, its producer observed, in pieces, passed to `sink` in order.
 
         While it has one, the next one is copied. It may keep a piece no longer than the call lasts;
         what it raises ends the copy and is passed on.
@@ -138,7 +138,7 @@ class Copier:
             _copy(_pieces([nbytes], chunk), buffers, enqueue, after)
 
     def to_device(self, buffer: memoryview, allocation: Allocation) -> None:
-        """Copy a buffer into an allocation of its size, which must not be in use; see :meth:`to_device_together`."""
+        """Copy a buffer into an allocation of its size, which must not be in use."""
         self.to_device_together([Part(allocation, 0, buffer)])
 
     def to_device_together(self, parts: Sequence[Part], pinned: Sequence[Part] = ()) -> None:
@@ -214,7 +214,7 @@ def _copy(
     enqueue: Callable[[_Piece, HostArray | None], Event],
     after: Callable[[_Piece, HostArray], None] | None,
 ) -> None:
-    """Copy in pieces, by way of `buffers` if there are any; the next piece is under way while `after` has the last.
+    """Copy in pieces, by way of `buffers` if any; `after` takes one while the next moves.
 
     Without buffers all pieces are enqueued, and the last one is waited for: they are on one stream.
     """
@@ -260,7 +260,7 @@ class _Lanes:
 
     @contextmanager
     def lend(self, plan: CopyPlan) -> Iterator[list[HostArray]]:
-        """Wait for a lane and lend its buffers for the length of the block; none if they are not to be used or had.
+        """Wait for a lane and lend its buffers for the block; none if they cannot be had.
 
         The holder of a lane waits for nothing but a disk, so every caller that waits for a lane
         gets it.
@@ -294,7 +294,7 @@ class _Lanes:
 
 
 def probe(device: Device, now: Callable[[], float] = time.perf_counter) -> CopyPlan:
-    """Find out how to copy between a device and ordinary memory, by trying. Takes some tens of milliseconds.
+    """Find out, by trying, how to copy from and to ordinary memory. Takes tens of ms.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the device port speaks of: errors, identities, layouts, counters. Its contract: :mod:`gpuspill.device.port`."""
+"""What the device port speaks of: errors, identities, layouts, counters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = [
 
 
 class DeviceError(GpuspillError, RuntimeError):
-    """A device failed, or was used against its contract. What a copy was to deliver is not valid."""
+    """A device failed, or its contract was broken. What a copy was to deliver is not valid."""
 
 
 class UnorderedAccess(DeviceError):
-    """Memory was used on one stream while work on another, which nothing ordered before it, may still be using it."""
+    """Memory was used on one stream while unordered work on another may still use it."""
 
 
 class FreedUnderCopy(DeviceError):
@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, as if each had its own: more than the span for a broadcast array."""
+        """Bytes of all elements, each counted: more than the span for a broadcast array."""
         nbytes = self.itemsize
         for length in self.shape:
             nbytes *= length
@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte used and the byte after the last, from the base address; equal if there is no element."""
+        """First byte used and the one after the last; equal if there is no element."""
         if 0 in self.shape:
             return self.offset, self.offset
         low = high = self.offset
@@ -120,7 +120,7 @@ class Layout:
 
 
 class Part(NamedTuple):
-    """Bytes of an allocation, from `offset` on, and the buffer in host memory that they are in, or go to.
+    """Bytes of an allocation, from `offset` on, and their end in host memory.
 
     Attributes
     ----------

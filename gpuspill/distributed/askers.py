@@ -49,7 +49,7 @@ class Askers:
     # -- transfers ---------------------------------------------------------------------------------
 
     async def wait(self, admission: Admission, keys: Collection[Hashable], source: str) -> None:
-        """Wait for room for a transfer of `keys` from a worker. It may become more urgent meanwhile."""
+        """Wait for room for a transfer of `keys`. It may become more urgent meanwhile."""
         self._transfers[admission] = keys, source
         try:
             await granted(admission)
@@ -57,7 +57,7 @@ class Askers:
             del self._transfers[admission]
 
     def look_again(self) -> None:
-        """There are new tasks: soon, once for all tasks of one message, see whether transfers are more urgent now."""
+        """There are new tasks: see soon, once for all, whether transfers are more urgent."""
         if self._transfers and not self._looking:
             self._looking = True
             self._soon(self._look)
@@ -71,13 +71,13 @@ class Askers:
     # -- tasks -------------------------------------------------------------------------------------
 
     def seceded(self, key: Hashable) -> None:
-        """A task has left its thread to others. It may do nothing for long, and wait for tasks that it made."""
+        """A task left its thread to others. It may wait for tasks that it made."""
         job = self.jobs.get(key)
         if job is not None:
             job.secede()
 
     def may_wait(self, key: Hashable | None) -> None:
-        """A task, or one that is not known, has a client, so it may wait for other tasks. Any thread."""
+        """A task has a client, so it may wait for other tasks. Any thread."""
         jobs = list(self.jobs.values()) if key is None else [self.jobs.get(key)]
         for job in jobs:
             if job is not None:

@@ -26,7 +26,7 @@ def gather(
     missing: Literal["raise", "omit"],
     order: Order = (),
 ) -> Awaitable[dict[Hashable, Any]]:
-    """Return a future of the values of some keys; see :meth:`gpuspill.distributed.mapping.SpillStore.async_get`.
+    """Return a future of some values; see ``SpillStore.async_get``.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def gather(
 
 
 def _resolved(source: Future[dict[Hashable, Any]], tier: DeviceTier) -> Future[dict[Hashable, Any]]:
-    """Return a future of the values that skeletons stand for; done at once if nothing has to be waited for."""
+    """Return a future of the values of skeletons; done at once if all are there."""
     result: Future[dict[Hashable, Any]] = Future()
 
     def copy(resolved: Future[dict[Hashable, Any]]) -> None:

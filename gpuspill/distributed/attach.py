@@ -142,7 +142,7 @@ def attach(worker: Any, **options: object) -> SpillStore:
 
 
 def _check_interpreter() -> None:
-    """Raise ConfigError in a Python without a global lock: single steps that must be atomic are so by that lock."""
+    """Raise ConfigError in a Python without a global lock: it makes single steps atomic."""
     has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)  # documented, from Python 3.13 on
     if not has_lock():
         raise ConfigError(
@@ -194,7 +194,7 @@ def _reconfigure(attachment: Attachment, options: Mapping[str, object]) -> None:
 
 
 def data(**options: object) -> tuple[Callable[..., SpillStore], dict[str, Any]]:
-    """Return what to give as ``data=`` to a cluster, nanny or worker: ``LocalCluster(data=gpuspill.data())``.
+    """Return ``data=`` for a cluster, nanny or worker.
 
     Parameters
     ----------

@@ -122,7 +122,7 @@ class Attachment:
     # -- questions of the hooks ------------------------------------------------------------------
 
     def below_low_watermark(self, keys: Collection[Hashable], extra: int = 0) -> bool:
-        """Whether `keys`, as far as they are here, are in memory and stay there although `extra` bytes arrive."""
+        """Whether `keys` here stay in memory although `extra` bytes arrive."""
         store = self.store
         manager = store.manager
         if self._in_memory() + extra >= self._low_watermark:
@@ -138,7 +138,7 @@ class Attachment:
             return all(ready(key) for key in keys if key in manager)
 
     def runs_freely(self, prefix: str) -> bool:
-        """Whether a task of this kind can run as it is, whatever its inputs: everything is in memory and stays there.
+        """Whether a task of this kind can run as it is: everything stays in memory.
 
         The short way to what :meth:`admit` finds out.
         """
@@ -190,7 +190,7 @@ class Attachment:
         return TaskInputs(manager, admission, wait=wait, tier=tier, device_admission=device_admission)
 
     def learn(self, key: Hashable, value: object) -> int | None:
-        """Learn of a value that is about to be stored what the task returns that it comes from, if one does.
+        """Learn from a value to be stored what its task returns, if it is a task's.
 
         Returns its size in bytes, if the worker knows it.
         """
@@ -207,7 +207,7 @@ class Attachment:
         return nbytes
 
     def expect(self, incoming: Mapping[Hashable, int], source: str) -> Admission | None:
-        """Reserve room for a transfer from a worker: sizes in bytes by key. None if it can simply come."""
+        """Reserve room for a transfer, bytes by key; None if it can simply come."""
         nbytes = sum(incoming.values())
         if not self.settings.admission or self.below_low_watermark((), self._threads * nbytes):
             return None
@@ -245,7 +245,7 @@ class Attachment:
         return store.manager.accounted_total() + simulated + self._for_sending()
 
     def _for_sending(self) -> int:
-        """Bytes that are being sent, and those that lately were and wait to be used again: nothing is evicted for them.
+        """Bytes in sending now or lately: nothing is evicted for them.
 
         That is no more than what leaves the process well below the point at which distributed
         pauses the worker.

@@ -17,7 +17,7 @@ _WARN_INTERVAL = 300.0
 
 
 class BlockingReads:
-    """Warns about reads that block the event loop, now and then. On the event loop's thread only."""
+    """Warns about reads that block the event loop. On the loop's thread only."""
 
     def __init__(self) -> None:
         self._warn_after = 0.0

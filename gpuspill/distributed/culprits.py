@@ -48,7 +48,7 @@ class _Tracing(_Unpickler):  # type: ignore[misc]
 
 
 def culprit_of(frames: Sequence[Any]) -> Named | None:
-    """Return which class or function fails to make a value from the frames of a pickle; None if that is not clear.
+    """Return which class or function fails in unpickling; None if that is unclear.
 
     Runs the code of the value's types once more. None for what belongs to Python or to a library
     through which any value goes: it is not to blame.

@@ -129,7 +129,7 @@ class WorkerSource:
 
 
 class SpillingPage:
-    """What is shown of the stores: tiers against limits, what moves, who waits, what is large, what happened.
+    """The stores: tiers against limits, what moves, who waits, what is large, events.
 
     Parameters
     ----------
@@ -405,14 +405,14 @@ def add_page(server: Any, make: Callable[[Any], PageSource], template_variables:
 
 
 def show_worker(worker: Any) -> None:
-    """Add the page to the dashboard of a worker that has gpuspill; do nothing if it has no dashboard."""
+    """Add the page to a worker's dashboard; do nothing if it has none."""
     dashboard = sys.modules.get("distributed.dashboard.worker")  # it was imported if this process shows one
     if dashboard is not None and hasattr(worker, "http_application") and worker._dashboard:
         add_page(worker, WorkerSource, dashboard.template_variables)
 
 
 class MonitorPlugin(SchedulerPlugin):
-    """Shows the stores of all workers on the scheduler: the page ``/gpuspill``, and metrics for Prometheus.
+    """Shows all stores on the scheduler: the page ``/gpuspill``, and for Prometheus.
 
     >>> client.register_plugin(gpuspill.MonitorPlugin())  # doctest: +SKIP
 

@@ -41,7 +41,7 @@ def cluster_class() -> type | None:
 
 
 def worker_command() -> Any | None:
-    """Return the command behind ``dask cuda worker``, which is shared; None where dask-cuda cannot be imported."""
+    """Return the command behind ``dask cuda worker``; None without dask-cuda."""
     try:
         return importlib.import_module("dask_cuda.cli").worker
     except ImportError:
@@ -106,7 +106,7 @@ def device_limit_option(limit: object) -> object:
 
 
 def adopted_options(data: object) -> dict[str, object]:
-    """Return options that a worker's ``DeviceHostFile`` has in force and that gpuspill was not given.
+    """Return options of a worker's ``DeviceHostFile`` that gpuspill was not given.
 
     So ``--device-memory-limit`` of ``dask cuda worker`` counts however gpuspill comes in.
     """
@@ -132,7 +132,7 @@ _PARAMETERS = ("device_memory_limit", "memory_limit", "worker_class", "preload")
 
 
 def missing_parts() -> dict[str, str]:
-    """Return which parts of the installed dask-cuda are not as this module expects, and what was found instead.
+    """Return which parts of dask-cuda are not as expected, and what was found.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""How much workers of several processes mean to keep on one device, by notes that they leave for each other.
+"""How much workers of several processes keep on one device, by notes they leave.
 
 Each worker has a limit, and none knows of the others: by default every one of them would fill four
 fifths of the same device. A note is a file, named by the device, the process and when that began;
@@ -69,7 +69,7 @@ def _began(process: int) -> int:
 
 
 def claim(device: Device, limit: int | None, directory: str | None = None) -> Claim | None:
-    """Note a worker's limit, and warn if together with those of others it is more than the device has.
+    """Note a worker's limit, and warn if all limits exceed the device.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ LOCAL_DIRECTORY = (
 
 
 def build_store(settings: Settings, directory: str, *, name: str = "0") -> SpillStore:
-    """Return a store without limits for host and disk; who knows the worker sets them before the first value arrives.
+    """Return a store without limits; they are set before the first value arrives.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def _records(settings: Settings, directory: str, metrics: Metrics) -> Store:
 
 
 def _made(setting: str, make: Callable[[Any], Any], argument: object) -> Any:
-    """Return what a function of the user's makes. ConfigError, which names the setting, for whatever it raises."""
+    """Return what a user's function makes. ConfigError, with the setting, if it raises."""
     try:
         return make(argument)
     except Exception as error:
@@ -172,7 +172,7 @@ def _made(setting: str, make: Callable[[Any], Any], argument: object) -> Any:
 
 
 def _check_calls(setting: str, make: Callable[[Any], Any], made: object, port: type) -> None:
-    """Raise ConfigError if methods cannot be called as the port says, which would fail when the first value comes."""
+    """Raise ConfigError if methods cannot be called as the port says."""
     for name in sorted(port.__abstractmethods__):  # type: ignore[attr-defined]
         expected = inspect.signature(getattr(port, name))
         parameters = [each.replace(annotation=each.empty) for each in expected.parameters.values()][1:]

@@ -45,7 +45,7 @@ def statistics(client: Any, *, detail: bool = False) -> Any:
 
 
 def require_pandas(who: str) -> Any:
-    """Return pandas, which is no requirement; an ImportError that says who wants it if it is not installed."""
+    """Return pandas, which is optional; the ImportError says who wants it."""
     try:
         import pandas
     except ImportError as error:
@@ -56,7 +56,7 @@ def require_pandas(who: str) -> Any:
 
 
 def ask_workers(client: Any, question: Callable[[Any], Any], combine: Callable[[dict[str, Any]], Any]) -> Any:
-    """Run `question` on every worker and return what `combine` makes of the answers; awaitable if the client is.
+    """Run `question` on every worker, and `combine` the answers; may be awaitable.
 
     An answer of None says that the worker has no gpuspill. If none has, the error says how to come
     by it.
@@ -99,7 +99,7 @@ _SUMMARY = {
 
 @cache  # made when pandas is needed first: it is no requirement
 def _frames() -> tuple[Any, Any]:
-    """Return two kinds of data frame: one that prints all it has, and one that prints a summary of it."""
+    """Return two kinds of data frame: one prints all, the other a summary."""
     pd = require_pandas("gpuspill.statistics")
 
     plain: Any = pd.DataFrame

@@ -107,7 +107,7 @@ class Hints:
         """Do nothing: attaching gpuspill to the worker makes it and tells it everything."""
 
     async def teardown(self, worker: Any) -> None:
-        """The worker is being closed: its tasks have been cancelled, and soon distributed removes its directory.
+        """The worker closes: its tasks are cancelled; soon its directory is removed.
 
         No thread may still be deleting files in there then.
         """
@@ -115,7 +115,7 @@ class Hints:
         await self._on_close()
 
     def follow_if_needed(self) -> bool:
-        """Begin to follow the worker's tasks if it matters by now; return whether they are followed."""
+        """Begin to follow the worker's tasks if it matters; whether they are followed."""
         if not self._following and self._needed():
             self.follow()
         return self._following

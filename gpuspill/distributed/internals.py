@@ -74,7 +74,7 @@ PROTOCOL_VERSION = 2
 
 
 def inputs_of(worker: Any, ts: Any) -> list[Hashable]:
-    """Return the keys of the inputs of a task; not those of actors, which do not live in the store."""
+    """Return the keys of a task's inputs, but for actors, which are not in the store."""
     actors = worker.state.actors
     if actors:
         return [dep.key for dep in ts.dependencies if dep.key not in actors]
@@ -163,13 +163,13 @@ def known_of(worker: Any, key: Hashable) -> tuple[int | None, str | None]:
 
 
 def passes_on(worker: Any, key: Hashable) -> bool:
-    """Return whether a task is but another name for its input, as dask's optimisation leaves many; it runs no code."""
+    """Return whether a task is another name for its input; it runs no code."""
     ts = worker.state.tasks.get(key)
     return ts is not None and type(ts.run_spec) is Alias
 
 
 def is_busy(worker: Any, comm: Any) -> bool:
-    """Return whether ``Worker.get_data`` is going to answer "busy", so that nothing needs to be read."""
+    """Return whether ``Worker.get_data`` will answer "busy", so needs no reads."""
     limit = worker.transfer_outgoing_count_limit
     if worker.status == Status.paused:
         limit = 1
@@ -233,7 +233,7 @@ def answer_who_holds(worker: Any, holds: Callable[[Hashable], bool]) -> None:
 
 
 def forget_lost(worker: Any, key: Any) -> None:
-    """Give up a value that is lost: tell the scheduler, and take back the tasks here that count on it.
+    """Give up a lost value: tell the scheduler, and take back tasks that need it.
 
     To be called on the event loop.
 
@@ -279,7 +279,7 @@ def speaks_gpuspill(comm: Any) -> bool:
 
 
 def thresholds(worker: Any, settings: Settings) -> Thresholds:
-    """Return the worker's memory settings, with the store's own limit in the place of ``target`` if it was given."""
+    """Return the memory settings; a store's own limit overrides ``target``."""
     manager = worker.memory_manager
     return Thresholds(
         memory_limit=manager.memory_limit,
@@ -297,7 +297,7 @@ def max_spill(worker: Any, settings: Settings) -> int | None:
 
 
 def process_memory(worker: Any) -> int:
-    """Return the memory of the process in bytes, as distributed measures it (and as tests replace it)."""
+    """Return the process's memory in bytes, as distributed measures it."""
     nbytes: int = worker.monitor.get_process_memory()
     return nbytes
 
@@ -306,7 +306,7 @@ def process_memory(worker: Any) -> int:
 
 
 def called(worker: Any) -> str:
-    """Return what a worker is to be called in messages: by its address, which it has once it listens, else its name."""
+    """Return a worker's name for messages: its address once it listens."""
     try:
         name = worker.address
     except ValueError:
@@ -323,7 +323,7 @@ def find_worker(store: object) -> Any | None:
 
 
 def current_store() -> SpillStore | None:
-    """Return the store of the worker whose task runs here, else that of the only worker here that has one.
+    """Return the store of the worker whose task runs here, or of the only one here.
 
     In a forked child those of its parent are none.
     """
@@ -339,7 +339,7 @@ def current_store() -> SpillStore | None:
 
 
 def swap_class(worker: Any, new: type) -> None:
-    """Make a running worker one of class `new`, and renew the places that remember methods of the old class."""
+    """Give a running worker the class `new`, and renew places with old methods."""
     if type(worker) is not new:
         worker.__class__ = new
     worker.handlers["get_data"] = worker.get_data
@@ -354,7 +354,7 @@ def replace_data(worker: Any, store: SpillStore) -> None:
 
 
 def add_periodic_callback(worker: Any, name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` as often as the worker monitors its memory, from the time on when the worker runs."""
+    """Call `callback` whenever a running worker monitors its memory."""
     old = worker.periodic_callbacks.pop(name, None)
     if old is not None:
         old.stop()

@@ -55,7 +55,7 @@ _ABSENT = object()
 
 
 class SpilledSize(NamedTuple):
-    """Size of what is spilled, as in distributed: bytes in memory that were saved, bytes on disk."""
+    """Size of what is spilled, as in distributed: bytes saved in memory, bytes on disk."""
 
     memory: int
     disk: int
@@ -194,7 +194,7 @@ class SpillStore(MutableMapping[Hashable, object]):
             self.tier.settle()
 
     def prepare(self, key: Hashable, value: object) -> None:
-        """Take a value apart that is going to be stored under `key`: in the thread that made it, which has time.
+        """Take a value apart before it is stored, in the thread that made it.
 
         :meth:`end_preparing` forgets it, if it never is stored.
         """
@@ -209,7 +209,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         return found if found is not None and found.value is value else None
 
     def new_nbytes(self, key: Hashable, value: object) -> int:
-        """Bytes of memory on a device that come with a value which is going to be stored under `key`."""
+        """Bytes on a device that come with a value to be stored under `key`."""
         if self.tier is None:
             return 0
         prepared = self._prepared_of(key, value)
@@ -253,13 +253,13 @@ class SpillStore(MutableMapping[Hashable, object]):
         return key in self.manager and key not in self._lost and not self.manager.is_lost(key)
 
     def is_ready(self, key: Hashable) -> bool:
-        """Whether the value of `key` can be had without reading or copying anything. KeyError if unknown."""
+        """Whether the value of `key` needs no read or copy. KeyError if unknown."""
         if not self.manager.is_resident(key):
             return False
         return self.tier is None or self.tier.is_ready(self.manager.look(key))
 
     def any_on_device(self, keys: Iterable[Hashable]) -> bool:
-        """Whether the value of one of `keys` is or was on the device, in part or whole, and is decoded."""
+        """Whether a decoded value of `keys` is or was on the device, at least in part."""
         return any(type(self.manager.look(key)) is Skeleton for key in keys)
 
     def peek(self, key: Hashable, default: Any = None) -> Any:
@@ -301,7 +301,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         return key
 
     def wait_for_room(self) -> None:
-        """Wait, off the event loop, until what was stored fits, on the device too. Blocks, unless admission is off."""
+        """Wait, off the event loop, until what was stored fits. Blocks unless admission is off."""
         if not self.settings.admission or threading.get_ident() == self.manager.loop_thread:
             return
         if self.tier is not None:
@@ -309,7 +309,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         self.manager.admission.wait_for_room()
 
     def unpark_later(self, key: Internal, pins: Sequence[Admission] = ()) -> None:
-        """Give a parked value up, with what pins it, soon. May be called from a finaliser: takes no lock."""
+        """Give a parked value and its pins up, soon. For finalisers: takes no lock."""
         self._parked.give_up(key, pins)
 
     @property
@@ -318,7 +318,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         return self._parked
 
     def notice_stalls(self) -> None:
-        """No task waits any more for spills that take too long; see :mod:`gpuspill.manager.stalls`. Fast."""
+        """Stop waiting for spills that take too long; see :mod:`gpuspill.manager.stalls`."""
         self.manager.stalls.notice()
         if self.tier is not None:
             self.tier.manager.stalls.notice()
@@ -391,7 +391,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         return self.manager.memory_total()
 
     def set_offset(self, n: int) -> None:
-        """Set the bytes to add to :meth:`memory_total` when deciding whether to spill; may be negative.
+        """Set the bytes to add to :meth:`memory_total` for spilling; may be negative.
 
         Returns at once; values may be spilled, or no longer be, in the background.
         """
@@ -401,12 +401,12 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     @property
     def spilled_total(self) -> SpilledSize:
-        """Bytes that are on disk only, as they were in memory; bytes of all records on disk. O(1)."""
+        """Bytes on disk only, as they were in memory; bytes of all records. O(1)."""
         return SpilledSize(*self.manager.spilled_total)
 
     @property
     def cumulative_metrics(self) -> dict[tuple[str, str], float]:
-        """A copy of the totals since the store was made: ``(label, unit) -> value``, labels as ``SpillBuffer`` has."""
+        """A copy of the totals: ``(label, unit) -> value``, labels as ``SpillBuffer``'s."""
         return self.metrics.totals()
 
     @property
@@ -421,7 +421,7 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     @property
     def slow(self) -> Mapping[Hashable, object]:
-        """The same as :attr:`disk`, by the name that distributed's Prometheus collector looks for."""
+        """The same as :attr:`disk`, by the name for distributed's Prometheus collector."""
         return self.disk
 
     def statistics(self) -> Statistics:
@@ -435,7 +435,7 @@ class SpillStore(MutableMapping[Hashable, object]):
         return found if self.tier is None else with_device(found, self.tier)
 
     def story(self, key: Hashable) -> list[Event]:
-        """Return what became of the values that `key` has had, as far as they left a tier; the oldest event first.
+        """Return what became of the values of `key` since they left a tier; oldest first.
 
         Events of what they have on a device are among them. The last few thousand of the store are
         kept.

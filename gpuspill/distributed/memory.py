@@ -1,4 +1,4 @@
-"""What the worker's memory settings mean for a store, and keeping the store honest about real memory.
+"""What the worker's memory settings mean for a store, and following real memory.
 
 ``distributed.worker.memory`` has two thresholds for spilling, both fractions of the worker's memory
 limit. ``target`` is about *managed* memory, what ``sizeof`` says of the values; ``spill`` is about
@@ -202,7 +202,7 @@ class MemoryFollower:
             self._relieve(process)
 
     def _swing(self) -> int:
-        """Bytes that the process may grow by until the next call without anything that the store accounts for."""
+        """Bytes that the process may grow by until the next call, beside the store's."""
         if self._pool is None:
             return 0
         self._idle_peaks.append(self._pool.peak_idle_nbytes())

@@ -54,12 +54,12 @@ class Metrics:
             context_meter.digest_metric(label, value, unit)
 
     def add(self, totals: Mapping[tuple[str, str], float]) -> None:
-        """Go on from the totals of a store that this one takes over from, so that no counter goes back."""
+        """Go on from the totals of the store before, so that no counter goes back."""
         self._reports.extend(totals.items())
         self._add_up()
 
     def totals(self) -> dict[tuple[str, str], float]:
-        """Return a copy of the totals; without what is just being added by another thread, perhaps."""
+        """Return a copy of the totals, perhaps without what is being added now."""
         self._add_up()
         return self._totals.copy()
 

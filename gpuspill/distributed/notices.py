@@ -1,4 +1,4 @@
-"""Rare events that a user can act on: what gpuspill warns of in a worker's log is told to clients, too.
+"""Warnings that a user can act on: clients are told of them, too.
 
 ``client.get_events("gpuspill")`` returns them, and ``client.subscribe_topic("gpuspill", handler)``
 hears of each.
@@ -49,7 +49,7 @@ class _Forwarder(logging.Handler):
 
 
 def forward_warnings(worker: Any, loop: Any) -> None:
-    """Tell the clients of a worker's cluster of the warnings of this process. `loop` is the worker's event loop.
+    """Tell a cluster's clients of warnings here. `loop` is the worker's event loop.
 
     They are printed as distributed's own messages are, unless the program has set up logging: so
     `silence_logs` of a cluster, which sets the level of distributed's handlers, counts for them,

@@ -1,4 +1,4 @@
-"""What the scheduler knows of the workers' stores, taken now and then by a client: for ``top`` and for reports.
+"""What the scheduler knows of the stores, sampled by a client: for ``top`` and reports.
 
 The workers' heartbeats bring the statistics to the scheduler, so it needs no gpuspill. A worker is
 asked only at the beginning and at the end of a recording: what it did since its last heartbeat
@@ -40,7 +40,7 @@ _PATIENCE: Final = 5.0
 
 
 def sample_of(identity: Mapping[str, Any], now: float) -> ClusterSample:
-    """Return what a scheduler says of its workers (``client.scheduler.identity()``) as a sample of the time `now`."""
+    """Return what a scheduler says of its workers as a sample of the time `now`."""
     workers, tasks, interval = {}, 0, 0.0
     for address, worker in identity["workers"].items():
         metrics = worker.get("metrics", {})
@@ -57,7 +57,7 @@ async def take_sample(client: Any) -> ClusterSample:
 
 
 async def _fresh_sample(client: Any) -> ClusterSample:
-    """Ask the workers, too, for a sample that is not older than this call; of those that do not answer it is."""
+    """Ask the workers, too, for a new sample; those that do not answer have an old one."""
     told = await take_sample(client)
     try:
         answers = await asyncio.wait_for(client.run(statistics_of_worker, on_error="return"), _PATIENCE)

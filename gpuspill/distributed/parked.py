@@ -48,11 +48,11 @@ class ParkedKeys:
         return key
 
     def give_up(self, key: Internal, pins: Sequence[Admission] = ()) -> None:
-        """Note that a key is not needed any more, nor the pins on its value. From any thread, at any point."""
+        """Note that a key and its pins are not needed any more. From any thread, any time."""
         self.given_up.append((key, pins))
 
     def settle(self, delete: Callable[[Internal], object]) -> None:
-        """Undo the pins on each value that is not needed any more, call ``delete(key)``, and forget the key."""
+        """Unpin each value that is not needed, call ``delete(key)``, and forget the key."""
         with suppress(IndexError):
             while True:
                 key, pins = self.given_up.popleft()

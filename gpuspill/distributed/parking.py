@@ -1,4 +1,4 @@
-"""Parking: giving a value that a task does not need for a while to the worker's store, which may spill it.
+"""Parking: giving a value that a task does not need for a while to the store.
 
 >>> def task():  # doctest: +SKIP
 ...     table = gpuspill.proxify(load())
@@ -25,7 +25,7 @@ __all__ = ["Parked", "proxify", "unproxify"]
 
 
 def proxify(value: Any) -> Parked:
-    """Give a value to the store of the worker on which this runs, which may spill it until it is asked for.
+    """Give a value to the store here, which may spill it until it is asked for.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def proxify(value: Any) -> Parked:
 
 
 def unproxify(value: Any) -> Any:
-    """Return a value with each handle in it, also in containers and in other handles, replaced by what it stands for.
+    """Return a value with each handle, however deep, replaced by what it stands for.
 
     Blocks while that is read, in the calling thread.
 
@@ -76,7 +76,7 @@ def _identity(value: Any) -> Any:
 
 
 class Parked:
-    """A handle for a parked value. As a context manager it gives the value, which stays in memory until the end.
+    """A handle for a parked value. As a context manager it keeps it in memory.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class Parked:
             self._key = store.park(value)
 
     def resolve(self) -> Any:
-        """Return the value. Blocks while it is read, in the calling thread; errors as :func:`unproxify`."""
+        """Return the value. Blocks while it is read; errors as :func:`unproxify`."""
         return self._value if self._store is None else self._store[self._key]
 
     def __enter__(self) -> Any:

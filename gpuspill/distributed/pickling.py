@@ -148,7 +148,7 @@ class _Attempt:
             del self._pickler  # it refers to the value, and to this
 
     def names_what_others_lack(self) -> bool:
-        """Whether the pickle refers to something by a name that means something else, or nothing, elsewhere."""
+        """Whether the pickle names something that means another thing elsewhere."""
         by_value = [name.encode() for name in cloudpickle.list_registry_pickle_by_value()]
         return any(name in self.pieces for name in (b"__main__", *by_value))
 
@@ -214,7 +214,7 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
 def pickled(
     value: object, refused: Collection[Named] = (), given: Mapping[int, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Any], list[Frame]]:
-    """Return header and frames of a value as distributed's ``pickle`` family has them. The frames alias the value.
+    """Return header and frames by distributed's ``pickle``. Frames alias the value.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ def pickled(
 
 
 def unpickled(header: dict[str, Any], frames: Sequence[Buffer]) -> object:
-    """Return the value that distributed's ``pickle`` family, or :func:`pickled`, has made header and frames of.
+    """Return the value from ``pickle``'s or :func:`pickled`'s header and frames.
 
     Without holding the interpreter's lock all the time, if it is a long pickle.
     """

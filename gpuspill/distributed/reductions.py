@@ -1,4 +1,4 @@
-"""How objects are pickled whose own way to be pickled loses part of them, copies them, or cannot be undone.
+"""How objects are pickled whose own way loses part of them, copies, or is final.
 
 Each function returns what ``__reduce_ex__`` might have, made of names of Python, NumPy and
 distributed only: clients and workers that do not have gpuspill read records, too.
@@ -34,7 +34,7 @@ Reduce = Callable[[Any], Any]
 
 
 def registration(cls: type) -> Literal["exact", "inherited"] | None:
-    """Return whether dask's ``dask`` family knows a type: the type itself, or one that it derives from.
+    """Return whether dask's ``dask`` family knows a type, or a base of it.
 
     What is registered for a base makes an object of the base. So it does of subclasses of
     ``numpy.ndarray`` or of ``bytes``, which come back as something else. Public names of dask only:
@@ -74,7 +74,7 @@ def flat(frame: Any) -> memoryview:
 
 
 def keep_flag(header: Any, value: Any) -> None:
-    """Put into dask's header of an array whether it may be written to; of one with gaps dask notes it of its copy."""
+    """Put into dask's header of an array whether it is writable; dask asks a copy."""
     about = header.get("sub-header")
     if type(about) is dict and "writeable" in about:
         writeable = getattr(getattr(value, "flags", None), "writeable", None)
@@ -119,7 +119,7 @@ def _reduce_unasked(value: Any) -> Any:
 
 
 def _reduce_array(array: Any) -> Any:
-    """As an array on a buffer, as dask makes it. NumPy's own way ends in a view of such an array."""
+    """As an array on a buffer, as dask makes it; NumPy's way ends in a view of one."""
     flags, dtype = array.flags, array.dtype
     if dtype.hasobject or not array.nbytes:
         return NotImplemented
@@ -205,7 +205,7 @@ class _View:
 
 
 def _reduce_exception(error: BaseException) -> Any:
-    """Without calling the class, whose ``__init__`` may want something else than what became ``args``.
+    """Without calling the class, whose ``__init__`` may want other arguments.
 
     With what it was raised from, but without tracebacks, which cannot be pickled.
     """

@@ -38,7 +38,7 @@ def statistics_of_worker(dask_worker: Any) -> dict[str, float | None] | None:
 
 
 def export_prefix(who: str) -> str:
-    """Return how the names of gpuspill's metrics for Prometheus begin; `who` is ``worker`` or ``scheduler``."""
+    """Return the prefix of gpuspill's Prometheus names, for a worker or the scheduler."""
     namespace = dask.config.get("distributed.dashboard.prometheus.namespace", default="dask")
     return "_".join(part for part in (namespace, who, "gpuspill") if part)
 

@@ -1,4 +1,4 @@
-"""Answering those who ask for values: without decoding what is on disk, and without holding the loop."""
+"""Answering requests for values without decoding them, and without holding the loop."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Receiver:
 
     @property
     def borrows(self) -> bool:
-        """Whether bytes of a record may lie in memory that is the file's. What is decoded stays with the receiver."""
+        """Whether a record's bytes may lie in the file's memory; decoded ones may not."""
         return self.by_system and self.form != "value"
 
     @property
@@ -110,7 +110,7 @@ class Parcel:
         receiver: Receiver,
         type_of: Callable[[Any], type | None],
     ) -> None:
-        """Pin the values of `keys` when it is their turn, and get ready what to send. Release it after any failure.
+        """Pin `keys` in their turn, and get ready what to send. Release after a failure.
 
         Parameters
         ----------
@@ -168,7 +168,7 @@ class Parcel:
             self.values = await asyncio.wrap_future(self._tier.resolve_later(self.values))
 
     async def _turn_into_bytes(self, tier: DeviceTier, serializers: Collection[str] | None) -> None:
-        """Serialise what has left the device, a value at a time: the device may not have room for all of them.
+        """Serialise what has left the device, one by one: it may not have room for all.
 
         One is brought back, when there is room for it, and may leave again as soon as there are
         bytes of it. That the others are not pinned meanwhile may make some of them leave, which are
@@ -184,7 +184,7 @@ class Parcel:
             )
 
     async def _wrap(self, tier: DeviceTier) -> None:
-        """Serialise all that is or was on the device, a value at a time, for a receiver that keeps it as bytes.
+        """Serialise all that was on the device, one by one, for a receiver of bytes.
 
         Its device may not have room for all of them either.
         """
@@ -193,7 +193,7 @@ class Parcel:
                 self.values[key] = await self._brought(tier, value, partial(_as_wire, tier, nbytes=value.device_nbytes))
 
     async def _brought(self, tier: DeviceTier, skeleton: Skeleton, convert: Callable[[Any], Any]) -> Any:
-        """Return what `convert` makes, off the loop, of a value, which is brought back if there is room for it."""
+        """Return what `convert` makes, off the loop, of a value, brought back if it fits."""
         admission = None if tier.is_ready(skeleton) else tier.admit(None, [skeleton], order=self._order)
         try:
             if admission is not None:
@@ -205,7 +205,7 @@ class Parcel:
                 admission.release()
 
     async def _decoded(self, encoded: Encoded, receiver: Receiver) -> Any:
-        """Return the value of bytes, or, where that takes room on the device, what stands for it in a message."""
+        """Return the value of bytes, or what stands for it if the device lacks room."""
         manager, tier = self._manager, self._tier
         if receiver.same_process or tier is None or not encoded.device_nbytes:
             return await asyncio.wrap_future(manager.batch.decode(encoded))
@@ -233,7 +233,7 @@ def _serialized(value: Any, serializers: Collection[str] | None) -> Serialized:
 
 
 def _as_wire(tier: DeviceTier, value: Any, nbytes: int) -> Any:
-    """Return the bytes of a value that looks at `nbytes` bytes on a device; itself if it cannot be serialised.
+    """Return a value that looks at `nbytes` on a device as bytes; itself if it cannot.
 
     Then distributed finds that out once more, and tells the receiver.
     """

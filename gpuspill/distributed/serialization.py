@@ -115,7 +115,7 @@ def _has_a_way(value: Any) -> bool:
 
 
 class DeviceFamilies(DaskSerializer):
-    """How objects of a device move: by ``cuda``, which copies nothing; what it does not know, as bytes."""
+    """How objects of a device move: by ``cuda``, without a copy; others as bytes."""
 
     def takes_apart(self, cls: type) -> bool:
         """Whether a type, or one that it derives from, is registered with the ``cuda`` family."""
@@ -132,7 +132,7 @@ class DeviceFamilies(DaskSerializer):
         return serialize(value, serializers=("cuda",), on_error="raise")
 
     def passive_nbytes(self, value: Any) -> int | None:
-        """Return what ``sizeof`` says of a type that dask knows; else what ``nbytes`` does, if it has that."""
+        """Return what ``sizeof`` says of a type that dask knows; else ``nbytes``."""
         return passive_nbytes(value)
 
     def put_together(self, header: Any, frames: Sequence[Any]) -> Any:

@@ -84,7 +84,7 @@ def _name(function: object) -> str | None:
 
 
 def announce_settings(worker: Any) -> None:
-    """Log what is in force on a worker that was attached to, and answer what JIT-unspill's settings asked for."""
+    """Log a worker's settings in force, and answer those of JIT-unspill."""
     lines = [
         f"  {name.replace('_', '-'):22} {text(name, row['in_force']):24} {row['origin']}"
         for name, row in in_force(worker).items()
@@ -133,7 +133,7 @@ def settings_of_worker(dask_worker: Any) -> Rows | None:
 
 
 def here() -> list[tuple[str, Rows]]:
-    """Return what a worker that was started here would be told, with the names of files, under a heading.
+    """Return the settings that a worker started here would have, under a heading.
 
     Raises
     ------
@@ -147,7 +147,7 @@ def here() -> list[tuple[str, Rows]]:
 
 
 def of_cluster(scheduler: str) -> list[tuple[str, Rows]]:
-    """Return what is in force on the workers of a cluster, those with the same settings under one heading.
+    """Return the settings on a cluster's workers; equal ones share a heading.
 
     Parameters
     ----------

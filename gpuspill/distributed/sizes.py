@@ -1,4 +1,4 @@
-"""What is not known of the sizes of values: types that are not registered, and memory that others manage."""
+"""Unknown sizes of values: of types not registered, and memory that others manage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CLAIMS = 1000
 
 
 def claimed_nbytes(value: object) -> int | None:
-    """Return the size that an object claims, in bytes, if dask knows no size for its type; else None.
+    """Return the bytes that an object claims if dask knows no size for it; else None.
 
     Raises nothing but KeyboardInterrupt. What dask says of such types is ``sys.getsizeof``, which
     knows nothing of memory elsewhere, or nothing: looking for the size of a type makes dask import
@@ -45,7 +45,7 @@ def _is_known(cls: type) -> bool:
 
 
 def passive_nbytes(value: object) -> int | None:
-    """Return the size of an object in bytes without looking at its memory: by dask, else by ``nbytes``.
+    """Return an object's bytes without looking at its memory: by dask or ``nbytes``.
 
     None if neither tells it. Raises nothing but KeyboardInterrupt.
     """
@@ -73,7 +73,7 @@ class Claims:
         self.parked: Sized = ()
 
     def ask(self, value: object) -> None:
-        """Ask a value that is about to be stored, once, in this thread. Raises nothing but KeyboardInterrupt."""
+        """Ask a value before it is stored, once, here. Raises only KeyboardInterrupt."""
         cls = type(value)
         if id(cls) in SCALARS or _is_known(cls):
             return
@@ -104,7 +104,7 @@ def measure(value: object) -> int:
 
 
 def external_nbytes(value: object, types: tuple[type, ...]) -> int | None:
-    """Return the bytes of the objects in a value that are of some types, each once; None if there is none."""
+    """Return the bytes of objects of some types in a value, each once; None without any."""
     found: dict[int, int] = {}
 
     def look(item: Any) -> Any:

@@ -41,7 +41,7 @@ class ForeignReceipt(Receipt):
 
 
 class AdoptingStore(WrapperStore):
-    """A store that also reads and deletes the files of a ``SpillBuffer``; everything else goes to the store it wraps.
+    """A store that also reads and deletes a ``SpillBuffer``'s files.
 
     Parameters
     ----------

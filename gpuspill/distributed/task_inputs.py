@@ -245,7 +245,7 @@ class TaskInputs:
             manager.admission.detach(admission)
 
     def secede(self) -> None:
-        """The task has left its thread to others: what was promised for its output serves them meanwhile."""
+        """The task left its thread to others: what its output was promised serves them."""
         self.seceded = True
         self.detach()
         for manager, admission in self._asked():
@@ -257,7 +257,7 @@ class TaskInputs:
             yield self._tier.manager, self._device_admission
 
     async def ask_again(self, key: Hashable, nbytes: int) -> None:
-        """The task has seceded and ended: wait for room for its output, without holding the event loop.
+        """The task seceded and ended: wait for room for its output, off the event loop.
 
         Parameters
         ----------
@@ -304,13 +304,13 @@ async def in_turns(pieces: Generator[None, None, T]) -> T:
 
 
 def in_turns_later(pieces: Generator[None, None, None]) -> None:
-    """Do the first of what is offered in pieces now, and the others each time that the event loop comes round."""
+    """Do the first piece now, and one more each time the event loop comes round."""
     if next(pieces, pieces) is None:
         asyncio.get_running_loop().call_soon(in_turns_later, pieces)
 
 
 async def granted(admission: Admission) -> None:
-    """Wait until there is room, without holding the event loop. Cancelling it leaves the admission as it is."""
+    """Wait for room without holding the loop. Cancelling leaves the admission alone."""
     if admission.granted:
         return
     loop = asyncio.get_running_loop()

@@ -104,13 +104,13 @@ def wrap(encoded: Encoded, form: Form, kind: type | None) -> Any:
 
 
 def type_name(cls: type) -> str:
-    """Return the name of a type as dask's ``typename`` does, without running code of its metaclass."""
+    """Return a type's name as dask's ``typename`` does, without its metaclass's code."""
     module, name = attribute_of(cls, "__module__"), attribute_of(cls, "__name__")
     return str(name) if module == "builtins" else f"{module}.{name}"
 
 
 def real_type(type_name: str) -> type:
-    """Return the type that a name stands for, or a stand-in of the same name if its module is not loaded here.
+    """Return the type of a name, or a stand-in if its module is not loaded here.
 
     Nothing is imported: this runs on the event loop, and a value that is only passed on should not
     cost an import.
@@ -162,11 +162,11 @@ class SendBuffer:
         return self._used
 
     def buffered(self) -> None:
-        """Note that what is under way is read into buffers, which will be used again. Not if it is mapped."""
+        """Note that what is under way is in buffers, not mapped: they are used again."""
         self._lately = max(self._lately, self._used)
 
     def lately(self) -> int:
-        """Bytes in buffers that were under way at a time not long ago: halves about every ten calls."""
+        """Bytes in buffers under way lately: halves about every ten calls."""
         self._lately = self._lately * 15 // 16
         return self._lately
 
@@ -231,7 +231,7 @@ class SendBuffer:
             self._advance()
 
     def _advance(self) -> None:
-        """Serve those who wait, peer by peer, until one does not fit. A peer that is over its share is passed over."""
+        """Serve those who wait, peer by peer, until one does not fit; skip greedy peers."""
         left = len(self._lines)
         while left:
             peer, line = next(iter(self._lines.items()))

@@ -240,7 +240,7 @@ def _after_storing(action: Callable[[], object]) -> None:
 
 
 async def _execute_and_prepare(execute: Callable[..., Any], store: SpillStore, key: Any, *, stimulus_id: str) -> Any:
-    """Run a task, and take its result apart in its thread: the event loop, which stores it, would stand still.
+    """Run a task and take its result apart in its thread, not on the event loop.
 
     The result itself stays what it is: distributed tells the scheduler its type.
     """
@@ -253,7 +253,7 @@ async def _execute_and_prepare(execute: Callable[..., Any], store: SpillStore, k
 
 
 async def _execute_coroutine(execute: Callable[..., Any], store: SpillStore, key: Any, *, stimulus_id: str) -> Any:
-    """Run a coroutine task; while there are parked values, its result is searched for handles of them in a thread.
+    """Run a coroutine task; search its result for handles of parked values, if any.
 
     What is on a device is taken apart on the loop, whose current stream may be the one that
     computes it.
@@ -388,7 +388,7 @@ def _itself(node: GraphNode) -> GraphNode:
 
 
 def _prepares_inputs(executor: Any) -> bool:
-    """Make an executor prepare the inputs of a task in the thread that runs it, if it can. Idempotent.
+    """Make an executor prepare a task's inputs in the thread that runs it. Idempotent.
 
     What a task returns is asked there, too, for what it claims to have, and taken apart if it may
     be on a device.
@@ -448,7 +448,7 @@ def _finish(claims: Claims, prepare: Callable[[Any], None] | None, outcome: dict
 
 
 def claims_of(executor: Any, parked: Sized) -> Claims | None:
-    """Return where an executor notes what values claim to have that its tasks return; None if it does not.
+    """Return where an executor notes what results claim to have; None if it does not.
 
     As long as `parked` is not empty its tasks' results are searched for handles of parked values.
     """
@@ -482,7 +482,7 @@ def _sends_as_it_is(
 
 
 def _receiver(comm: Any, who: str | None, serializers: Collection[str] | None) -> Receiver:
-    """Find out what the other side of a connection takes. `who` is a worker's address, or None for others."""
+    """Find out what the other side takes. `who`: a worker's address, or None."""
     address = str(comm.peer_address)
     knows_us, same_process = speaks_gpuspill(comm), address.startswith("inproc://")
     form: Form = "serialized"
@@ -596,7 +596,7 @@ class _LocalWorker:
 
     @classmethod
     async def of(cls, worker: Any, futures: Any) -> _LocalWorker:
-        """Bring the values of `futures` that are in the worker's store into memory, without holding the loop."""
+        """Bring the values of `futures` into memory without holding the loop."""
         _, wanted = unpack_remotedata(futures, byte_keys=True)
         store = worker._gpuspill.store
         keys = [future.key for future in wanted]

@@ -1,4 +1,4 @@
-"""What the statistics say: for people, for Prometheus and in a report of a run. Knows nothing of distributed.
+"""What the statistics say: for people, for Prometheus and in a report of a run.
 
 ====================================  ==================================================================
 :mod:`gpuspill.monitoring.catalogue`  what each number is: unit, kind, question it answers, explanation

@@ -97,7 +97,7 @@ class Run:
         return max(numbers.get(name) or 0 for numbers in self.together)
 
     def share(self, holds: Callable[[Numbers], bool]) -> float:
-        """Return the share of all samples of all workers for which something holds; 0 if there is none."""
+        """Return the share of all samples for which something holds; 0 without any."""
         seen = [holds(numbers) for sample in self.samples for numbers in sample.workers.values()]
         return sum(seen) / len(seen) if seen else 0.0
 
@@ -178,7 +178,7 @@ def _cannot_leave(run: Run) -> Iterator[Advice]:
 
 
 def _let_in(run: Run) -> int:
-    """Return how many tasks and transfers were let in beyond the limit; 0 if they are the few that are usual."""
+    """Return how many were let in beyond the limit; 0 if they are the usual few."""
     overruns = run.grew("overruns")
     inputs = run.grew("hits") + run.grew("misses")
     return int(overruns) if overruns >= _NOTABLE * max(run.grew("waits") + overruns, inputs) else 0

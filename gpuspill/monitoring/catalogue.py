@@ -1,4 +1,4 @@
-"""What each statistic is: its unit, whether it only grows, the question it answers, and its explanation.
+"""What each statistic is: its unit, its kind, its question, and its explanation.
 
 The explanation is the docstring of :class:`~gpuspill.manager.statistics.Statistics`: it stands
 there and nowhere else.

@@ -1,4 +1,4 @@
-"""Charts over time as SVG: no script and no library, so that a page of them can be opened anywhere."""
+"""Charts over time as SVG: without script or library, so that they open anywhere."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _notices(notices: Sequence[tuple[float, str, str]]) -> str:
 
 
 def _totals(run: Run) -> str:
-    """Return the statistics of each worker: of gauges the last value, of totals what they grew by."""
+    """Return the statistics of each worker: last values of gauges, growth of totals."""
     columns = {address: {**run.last[address], **run.growth[address]} for address in sorted(run.last)}
     count = len(columns)
     if count > 1:

@@ -1,4 +1,4 @@
-"""The statistics for Prometheus: per worker at each worker, and of all workers together at the scheduler.
+"""The statistics for Prometheus: of each worker, and of all at the scheduler.
 
 distributed exports what ``prometheus_client.REGISTRY`` has, on the pages ``/metrics`` of workers
 and schedulers. A collector there asks the stores and schedulers of this process when a page is
@@ -20,7 +20,7 @@ __all__ = ["Collector", "collector", "exported_name", "families"]
 
 
 def exported_name(metric: Metric, prefix: str) -> str:
-    """Return the name of a statistic as Prometheus writes names: with its unit, and ``_total`` for a counter.
+    """Return the name that Prometheus gives a statistic: with unit, and ``_total``.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ def combined(workers: Mapping[str, Numbers]) -> dict[str, float | None]:
 
 
 def fullest(workers: Mapping[str, Numbers], most: int | None) -> list[str]:
-    """Return the addresses, sorted, of the workers with most in memory and on disk: so many, or all if None."""
+    """Return the addresses of the workers that hold most: so many, or all if None."""
     if most is None or len(workers) <= most:
         return sorted(workers)
 

@@ -1,4 +1,4 @@
-"""A device in host memory, and arrays that live on it: for tests, demonstrations and other projects' CI.
+"""A device in host memory, and arrays on it: for tests, demonstrations and CI.
 
 >>> from gpuspill import simulated
 >>> x = simulated.asarray([[1.0, 2.0], [3.0, 4.0]])

@@ -70,7 +70,7 @@ class FrameStream(ABC):
         return False
 
     def copy_into(self, fd: int, before_each: Callable[[], object]) -> bool:
-        """Bring all bytes into a file, from its start on, without anybody seeing them: past host memory.
+        """Bring all bytes into a file, from its start on, past host memory.
 
         Blocks. When it returns or raises, nothing is under way any more.
 
@@ -114,7 +114,7 @@ class FrameStream(ABC):
 
     @classmethod
     def read_together(cls, streams: Sequence[Self]) -> list[list[memoryview]]:
-        """Return all bytes of several streams of this class, each in parts; as :meth:`read`, and all or none."""
+        """Return all bytes of several streams of this class, in parts; all or none."""
         return [[stream.read()] for stream in streams]
 
     def read(self) -> memoryview:
@@ -149,7 +149,7 @@ def in_memory(frame: Frame) -> Buffer:
 
 
 def in_memory_together(records: Sequence[Sequence[Frame]]) -> list[list[Buffer]]:
-    """Return the frames of several records, with the bytes of streams, all of one class, in their places, in parts."""
+    """Return the frames of several records, with the bytes of streams of one class in place."""
     streams = [frame for frames in records for frame in frames if isinstance(frame, FrameStream)]
     read = iter(type(streams[0]).read_together(streams) if streams else ())
     return [
@@ -190,7 +190,7 @@ class Receipt:
 
 
 class Lend(enum.Enum):
-    """What a store may hand out in the place of memory from ``allocate``, if the caller says that it will do."""
+    """What a store may lend instead of memory from ``allocate``, if the caller allows it."""
 
     MEMORY = "memory of the store's own"
     """For who only looks at the bytes, soon. It may be read-only, lies at any address, and lasts as long as the frames
@@ -302,7 +302,7 @@ class Store(ABC):
 
     @property
     def together_nbytes(self) -> int:
-        """Bytes of records that are worth writing together, see :meth:`write_together`; 0: one at a time."""
+        """Bytes of records worth writing together, see :meth:`write_together`; 0: one each."""
         return 0
 
     def write_together(self, records: Sequence[tuple[bytes, Sequence[Frame]]]) -> list[Receipt] | None:
@@ -375,7 +375,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, receipt: Receipt) -> None:
-        """Forget a record and give its space back. Idempotent; never raises; never reads the record."""
+        """Forget a record and give its space back. Idempotent; never raises or reads."""
 
     @abstractmethod
     def close(self) -> None:
@@ -387,7 +387,7 @@ class Store(ABC):
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a block; a record takes whole blocks. 1 if there are no blocks, or their size is unknown."""
+        """Bytes of a block; a record takes whole ones. 1 without blocks, or if unknown."""
         return 1
 
     @property
@@ -404,7 +404,7 @@ class Store(ABC):
         """Return a consistent snapshot. No I/O."""
 
     def validate(self) -> None:
-        """Check what the store knows of itself against each other. For tests; raises AssertionError."""
+        """Check the store's tables against each other. For tests; raises AssertionError."""
         stats = self.statistics()
         assert stats.records >= 0, stats
         assert stats.nbytes >= 0, stats

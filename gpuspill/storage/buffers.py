@@ -184,7 +184,7 @@ class BufferPool:
         return memoryview(leaf).cast("B")[:nbytes]
 
     def trim(self, max_nbytes: int = 0) -> int:
-        """Give idle memory back to the system until at most `max_nbytes` bytes are idle; longest idle first.
+        """Give idle memory back until at most `max_nbytes` are idle; longest idle first.
 
         Returns
         -------
@@ -224,7 +224,7 @@ class BufferPool:
             )
 
     def close(self) -> None:
-        """Give all idle memory back and keep none from now on. Buffers in use stay valid; allocating still works."""
+        """Give all idle memory back and keep none from now on. Buffers in use stay valid."""
         self._max_idle_nbytes = 0
         self.trim()
 

@@ -144,7 +144,7 @@ def cost(
     write_rate: float,
     read_rate: float,
 ) -> float:
-    """Return seconds per byte to compress, write, read and decompress. All rates in bytes per second."""
+    """Return seconds per byte to compress, write, read and decompress. Rates in bytes/s."""
     return (
         1 / max(compress_rate, 1.0)
         + 1 / max(decompress_rate, 1.0)
@@ -308,7 +308,7 @@ class CodecChooser:
         return self._codecs[name]
 
     def choose(self, frame: memoryview, *, kind: Hashable = None) -> Choice:
-        """Decide how to store a frame; this runs codecs on a sample of it, or recalls how the last of its kind shrank.
+        """Decide how to store a frame, by a sample of it or by how the last of its kind shrank.
 
         Parameters
         ----------
@@ -346,7 +346,7 @@ class CodecChooser:
         self._observe(self._write, nbytes, seconds, cpu)
 
     def observe_read(self, nbytes: int, seconds: float, cpu: float = 0.0) -> None:
-        """Learn from a read of the store: bytes on disk, wall time and processor time of reading them, in seconds."""
+        """Learn from a read: bytes on disk, wall time and processor time in seconds."""
         self._observe(self._read, nbytes, seconds, cpu)
 
     def _observe(self, throughput: Throughput, nbytes: int, seconds: float, cpu: float) -> None:
@@ -356,7 +356,7 @@ class CodecChooser:
                 throughput.observe(nbytes, paid)
 
     def observe_ratio(self, kind: Hashable, codec: str, ratio: float) -> None:
-        """Learn how a frame of a kind shrank: compressed size through size. The last one counts for half."""
+        """Learn how a frame of a kind shrank: compressed size / size. The last counts half."""
         with self._lock:
             known = self._kinds.pop(kind, None)
             if known is None:

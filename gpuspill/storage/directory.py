@@ -227,7 +227,7 @@ def _create(parent_fd: int, parent: str) -> tuple[str, int, int]:
 
 
 def _claim(fd: int, path: str) -> int:
-    """Return the open lock file of a directory that was just made, locked and marked as far as that can be."""
+    """Return the lock file of a new directory, locked and marked as far as possible."""
     lock_fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
     try:
         directory, lock = os.fstat(fd), os.fstat(lock_fd)
@@ -283,7 +283,7 @@ def _unlink_record(directory_fd: int, name: str, owner: int) -> None:
 
 
 def _sweep(parent_fd: int, name: str, path: str, local: bool) -> bool:
-    """Remove a directory that is proven to be a dead store's; whether it was, and is gone. Raises OSError."""
+    """Remove a directory proven to be a dead store's; whether it is gone. Raises OSError."""
     user = os.geteuid()
     fd = os.open(name, _OPEN_DIRECTORY, dir_fd=parent_fd)
     try:
@@ -315,7 +315,7 @@ def _sweep(parent_fd: int, name: str, path: str, local: bool) -> bool:
 
 
 def _take_lock(directory_fd: int, lock_fd: int) -> bool:
-    """Lock the lock file of a directory, if that is free, still there, and if locks work here. Raises OSError."""
+    """Lock a directory's lock file, if it is free and locks work here. Raises OSError."""
     fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     again = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
@@ -338,7 +338,7 @@ def _is_record(directory_fd: int, name: str, owner: int) -> bool:
 
 
 def _is_left(found: os.stat_result, owner: int) -> bool:
-    """Whether a store may have left it. Not asked of a living one's files: there are file systems without modes."""
+    """Whether a store may have left it. Not asked of a living one's files."""
     return _is_own(found, owner) and not found.st_mode & 0o177
 
 
@@ -365,7 +365,7 @@ def _empty(fd: int, owner: int, path: str) -> None:
 
 
 def _remove(parent_fd: int, name: str, fd: int, lock_fd: int, path: str) -> bool:
-    """Remove an empty directory and its lock, which the caller holds. Whether it is gone; never raises."""
+    """Remove an empty directory and its lock, which the caller holds; whether it is gone."""
     with suppress(OSError):
         if os.path.samestat(os.stat(_LOCK, dir_fd=fd, follow_symlinks=False), os.fstat(lock_fd)):
             os.unlink(_LOCK, dir_fd=fd)

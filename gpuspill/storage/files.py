@@ -220,7 +220,7 @@ class FileStore(Store):
 
     @property
     def _inherited(self) -> bool:
-        """Whether this is a child that was forked from the process whose store this is, by whatever means."""
+        """Whether this is a child forked from the process whose store this is."""
         return os.getpid() != self._pid
 
     def _check_open(self) -> None:

@@ -18,7 +18,7 @@ LOCAL = frozenset(
 
 
 def file_system_type(path: str | os.PathLike[str], mounts: str = _MOUNTS) -> str | None:
-    """Return the type of the file system that a path is on, such as ``ext4``; None if it cannot be told.
+    """Return the type of a path's file system, such as ``ext4``; None if unknown.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class FileMemory(mmap.mmap):
         return self._fd
 
     def load(self, frame: memoryview, allocate: Callable[[int], memoryview]) -> memoryview:
-        """Return the bytes of the frame at the start of the file, read into memory from `allocate`. Blocks.
+        """Return the frame at the start of the file, read into memory from `allocate`. Blocks.
 
         Raises
         ------

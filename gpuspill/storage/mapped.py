@@ -1,4 +1,4 @@
-"""Looking at a file where the system has it, instead of copying it: for bytes that are only passed on, or hashed.
+"""Looking at a file in the page cache instead of copying it: to pass it on, or to hash it.
 
 Touching a mapped page that cannot be read kills the process. So all pages are brought in first, by
 a call that reports what is wrong instead (``MADV_POPULATE_READ``, Linux 5.14); a caller that gets

@@ -229,7 +229,7 @@ class MappingStore(Store):
 
     @visit
     def close(self) -> None:
-        """Remove all records of this store from the mapping, and nothing else. See :meth:`Store.close`."""
+        """Remove this store's records from the mapping, and nothing else."""
         if os.getpid() != self._pid:
             return
         with self._section:

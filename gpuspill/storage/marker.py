@@ -23,7 +23,7 @@ _MOST_NBYTES = 4096
 
 
 def boot_id() -> str:
-    """Return what tells this run of this machine's kernel from all others; an empty text if there is no such thing."""
+    """Return what tells this boot of this machine from all others; empty if nothing does."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -75,7 +75,7 @@ class Marker:
 
     @classmethod
     def read(cls, fd: int) -> Marker | None:
-        """Return what is in a file; None if that is no marker of this format, every field of the right type.
+        """Return what is in a file; None unless it is a marker with fields of the right types.
 
         Raises OSError.
         """
@@ -90,7 +90,7 @@ class Marker:
         return marker if right and len(found) == len(asdict(like)) and marker.format == _FORMAT else None
 
     def is_of(self, directory: os.stat_result, *, local: bool) -> bool:
-        """Whether it was made for this directory, by a store whose lock, if it lived, would be seen from here.
+        """Whether it is for this directory, by a store whose lock would be seen from here.
 
         Parameters
         ----------

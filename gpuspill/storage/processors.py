@@ -17,14 +17,14 @@ _MEMORY_SECONDS = 2.0
 
 
 class Ticks(NamedTuple):
-    """What all processors together have done since the machine was started, in ticks of the system's clock."""
+    """What all processors have done since the machine started, in ticks of its clock."""
 
     busy: int
     total: int
 
 
 class Counts(NamedTuple):
-    """The same by what it was spent on, as the system has it; guests are counted in the first two."""
+    """The same by what it was spent on; guests are counted in the first two."""
 
     user: int
     nice: int
@@ -37,7 +37,7 @@ class Counts(NamedTuple):
 
 
 def read_counts() -> Counts | None:
-    """Return what the system has counted; None if it does not tell (not Linux, or no file descriptor is left)."""
+    """Return what the system counted; None if it does not tell (no Linux, no descriptor)."""
     try:
         with open("/proc/stat", "rb") as file:
             return Counts(*map(int, file.readline().split()[1:9]))
@@ -84,7 +84,7 @@ class Processors:
         self._seen = _Seen(clock(), ticks(), 0.0)
 
     def busy(self) -> float:
-        """Return the share, 0 to 1; 0 as long as the system does not tell. Reads a small file twice a second."""
+        """Return the share, 0 to 1; 0 if the system does not tell. Reads a file twice a second."""
         at, before, share = self._seen
         now = self._clock()
         if now - at < _PAUSE_SECONDS:

@@ -163,7 +163,7 @@ class RecordEncoder:
         self.hashed = True
 
     def pass_by(self, nbytes: int) -> None:
-        """Note the only frame, of `nbytes` bytes that went to the file unseen, with its padding to whole pages."""
+        """Note the only frame, `nbytes` written to the file unseen, padded to whole pages."""
         assert not self._raw
         self.start(nbytes)
         self.stored_nbytes = whole_pages(nbytes)
@@ -259,7 +259,7 @@ class PayloadHash:
 
 
 def claimed_parts(footer: memoryview, stored_nbytes: int) -> list[int] | None:
-    """Return the bytes of each part of a payload, as far as its footer can be believed before it is verified.
+    """Return the bytes of each part of a payload, by a footer that is not verified yet.
 
     Returns
     -------

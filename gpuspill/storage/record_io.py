@@ -157,7 +157,7 @@ class RecordWriter:
         )
 
     def _hash(self, file: NewFile, encoder: RecordEncoder, pending: list[memoryview]) -> list[memoryview]:
-        """Hash what is pending, just as it is in the file, or is going to be; return what is still to be written.
+        """Hash what is pending, as it is or will be in the file; return what is unwritten.
 
         Other holders of a frame's memory may change it meanwhile. So what is hashed is never that
         memory: it is what the system has of the file, and of a few bytes a copy.
@@ -187,7 +187,7 @@ class RecordWriter:
         self.cpu += self._codecs.clock() - cpu
 
     def _pass_by(self, frame: FrameStream, encoder: RecordEncoder, file: NewFile) -> bool:
-        """Have a frame written past host memory; False, and nothing is written, if that cannot be done."""
+        """Have a frame written past host memory; False if that cannot be done."""
         start, cpu = self._clock(), self._codecs.clock()
         done = file.fill(whole_pages(frame.nbytes), frame.copy_into)
         self._counts.write_seconds += self._clock() - start
@@ -292,7 +292,7 @@ class RecordReader:
         return header, frames
 
     def borrow(self, directory_fd: int, name: str) -> tuple[bytes, list[memoryview]] | None:
-        """Return header and frames, verified, frames stored as they were without a copy; None if that is not possible.
+        """Return header and frames, verified, raw frames without a copy; None if impossible.
 
         Raises
         ------
@@ -308,7 +308,7 @@ class RecordReader:
         return self._decode(record[: receipt.stored_nbytes], record[receipt.stored_nbytes :])
 
     def lend(self, directory_fd: int, name: str) -> tuple[bytes, list[memoryview]] | None:
-        """Return header and frames as :class:`~gpuspill.storage.inplace.FileMemory`, unread; None if not possible.
+        """Return header and frames as unread ``FileMemory``; None if impossible.
 
         Raises
         ------
@@ -322,7 +322,7 @@ class RecordReader:
         return None if parts is None else self._decode(parts[0], parts[1])
 
     def _load(self, directory_fd: int, name: str) -> tuple[memoryview | list[memoryview], memoryview, PayloadHash]:
-        """Return the payload as :func:`decode_record` takes it, the footer, and the hash of what was read in pieces."""
+        """Return the payload for :func:`decode_record`, the footer, and the hash of its pieces."""
         receipt, where = self._receipt, self._where
         seen = PayloadHash()
         start, cpu = self._clock(), self._codecs.clock()
@@ -343,7 +343,7 @@ class RecordReader:
         return payload, footer, seen
 
     def _read(self, fd: int, seen: PayloadHash) -> tuple[int, memoryview | list[memoryview], memoryview]:
-        """Return payload and footer, and the bytes there were, one more than that if the file goes on."""
+        """Return payload, footer and how many bytes there were, one more if the file goes on."""
         receipt = self._receipt
         stored = receipt.stored_nbytes
         # One byte more than the record has: that the file ends there is seen without another call.
@@ -382,7 +382,7 @@ class RecordReader:
         return nbytes + after, frames, footer
 
     def _fill(self, fd: int, parts: list[memoryview], start: int, seen: PayloadHash) -> int:
-        """Fill memory from byte `start` of a file on, hash it, and return how many bytes there were."""
+        """Fill memory from byte `start` of a file, hash it; return how many bytes there were."""
         nbytes = 0
         for pieces in _pieces(parts):
             wanted = sum(piece.nbytes for piece in pieces)
@@ -431,7 +431,7 @@ class RecordReader:
 
 
 def _runs(lengths: list[int]) -> Iterator[list[int]]:
-    """Yield neighbours in what :func:`claimed_parts` returned that are read together; a large frame by itself."""
+    """Yield neighbours of :func:`claimed_parts` to read together; large frames alone."""
     run: list[int] = []
     nbytes = 0
     for gap, frame in zip(lengths[::2], lengths[1::2], strict=True):
@@ -449,7 +449,7 @@ def _runs(lengths: list[int]) -> Iterator[list[int]]:
 
 
 def _pieces(parts: list[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield memory of so many bytes at a time that it is still in the processor's cache when it is hashed."""
+    """Yield memory in steps that are still in the processor's cache when hashed."""
     pieces: list[memoryview] = []
     left = _PIECE_NBYTES
     for part in parts:

@@ -75,7 +75,7 @@ class NewFile:
         return self._fd
 
     def look(self, start: int) -> Iterator[memoryview]:
-        """Yield what was written from byte `start` on, as the system has it, for the length of a step.
+        """Yield what was written from byte `start` on, as the system has it, for one step.
 
         In one piece where it can be mapped, else read back in small ones.
 

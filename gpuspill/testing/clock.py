@@ -22,7 +22,7 @@ class ManualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass; ValueError if negative, since nothing has to cope with a clock that goes back."""
+        """Let `seconds` pass; ValueError if negative."""
         if seconds < 0:
             raise ValueError(f"time does not go back, got {seconds} seconds")
         self._now += seconds

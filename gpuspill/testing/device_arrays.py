@@ -109,7 +109,7 @@ class ArrayTests:
         assert alive() is None
 
     def test_views_are_spilled_and_restored_together(self, registry: ArrayRegistry, device: Device) -> None:
-        """The whole way down and up: one copy each way, and the restored views share their memory again."""
+        """Down and up: one copy each way, and the restored views share memory again."""
         views = self.views(self.asarray(np.arange(48.0).reshape(6, 8)))
         expected = [self.asnumpy(view) for view in views]
         found = [description for view in views if (description := registry.describe(view)) is not None]

@@ -170,7 +170,7 @@ class CopyTests(DeviceSuite):
     def test_copies_that_are_ordered_agree_with_a_model(
         self, device: Device, copies: list[tuple[StreamKind, int, int]]
     ) -> None:
-        """Each copy waits for the one before, on the device; nobody observes anything until the end."""
+        """Each copy waits on the device for the one before; only the end is observed."""
         model, source = bytearray(pattern(64).tobytes()), pattern(64, 2)
         allocation = store(device, bytes(model))
         expected, fetched, sources = [], [], []

@@ -1,4 +1,4 @@
-"""A driver without a GPU: the boundary of :class:`gpuspill.device.cuda.device.GpuDevice`, on the simulated device.
+"""A driver without a GPU, on the simulated device, below ``GpuDevice``.
 
 So everything above that boundary runs as it would on a GPU, with copies that are late, memory that
 holds poison until they are done, and use that nothing orders raised as an error.
@@ -21,7 +21,7 @@ __all__ = ["FakeDriver", "FakeMemory"]
 
 
 class FakeMemory:
-    """Memory of a fake driver. Given back when nobody refers to the simulated allocation any more."""
+    """Memory of a fake driver; freed with the last reference to its allocation."""
 
     def __init__(self, allocation: SimulatedAllocation) -> None:
         self.address = allocation.address
@@ -98,7 +98,7 @@ class FakeDriver:
         return FakeMemory(self.know(self.device.allocate(nbytes)))
 
     def know(self, allocation: SimulatedAllocation) -> SimulatedAllocation:
-        """Take note of memory that others allocated, so that it can be copied from and to by its address."""
+        """Note memory that others allocated, so that its address can be copied from."""
         with self._lock:
             self._known[allocation.address] = allocation
         return allocation
@@ -147,7 +147,7 @@ class FakeDriver:
         self.streams -= 1
 
     def record(self, stream: SimulatedStream | int) -> SimulatedEvent:
-        """Return a new event. All streams but those made here wait for the default one, and it for them."""
+        """Return a new event. Streams of others and the default one wait for each other."""
         self.events += 1
         if stream == DEFAULT_STREAM:
             stream = self.device.default_stream

@@ -1,4 +1,4 @@
-"""GPUDirect Storage without a GPU: the boundary of :class:`~gpuspill.device.past_host.PastHost`, simulated.
+"""GPUDirect Storage without a GPU: the boundary of ``PastHost``, simulated.
 
 Bytes go between the simulated device and real files, on a stream of nobody else's, late, and use
 that nothing orders is raised as an error; as with the real one, no stream of the device is waited
@@ -24,7 +24,7 @@ _PAGE = 4096
 
 
 class FakeFiles:
-    """Opens files for memory of a simulated device; see :class:`gpuspill.device.past_host.FileDriver`.
+    """Opens files for memory of a simulated device; see ``FileDriver``.
 
     Parameters
     ----------

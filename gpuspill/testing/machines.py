@@ -249,7 +249,7 @@ class SpillEvents:
             self.oracle.fail_spill(pid, forever=False)
 
     def take_up(self, c: Choices) -> None:
-        """Somebody uses a value that is being written, or it turns out that somebody has changed it."""
+        """A user uses a value that is being written, or is found to have changed it."""
         if (pid := self._spilling(c)) is not None:
             if c.flag:
                 self.oracle.touch(pid)
@@ -405,7 +405,7 @@ class SpillEvents:
             assert len(oracle.waiting) < waited or c.flag, "waits for ever"
 
     def relieve(self, c: Choices) -> None:
-        """The same, with nothing in the way: memory is within its limit unless all that is left is in use."""
+        """The same, with nothing in the way: memory fits unless all that is left is in use."""
         oracle = self.oracle
         for pid in list(oracle.held):
             oracle.let_go(pid)

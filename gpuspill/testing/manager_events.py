@@ -1,4 +1,4 @@
-"""The events of a whole manager, with real bytes, and with more events in the middle of each move."""
+"""The events of a whole manager, with real bytes, and with events inside moves."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class ManagerEvents:
             self.kit.manager.admission.detach(pick(self.admitted, what.i).admission)
 
     def secede(self, what: What) -> None:
-        """A task leaves its thread to others, with what was promised for its output; at its end it asks again."""
+        """A task leaves its thread and its promise to others; at its end it asks again."""
         running = [a for a in self.admitted if a.label is not None and a.admission.granted]
         if not running:
             return

@@ -1,4 +1,4 @@
-"""Any order of any events for a whole manager, with real bytes, and with more events in the middle of each move."""
+"""Any order of any events for a whole manager, with real bytes and nested events."""
 
 from __future__ import annotations
 

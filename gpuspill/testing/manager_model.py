@@ -126,7 +126,7 @@ class ManagerModel:
         return bool(self._asked)
 
     def get(self, key: str) -> Any:
-        """Read a key and compare; return the value, or None if it could not be had for a reason that is known."""
+        """Read a key and compare; return the value, or None for a known reason."""
         made = self.values[key]
         if self.in_hand(key):
             return None
@@ -169,7 +169,7 @@ class ManagerModel:
         return self.kit.manager._metadata.slots[self.kit.manager.proxy(key).pid].restoring
 
     def find(self, value: Any) -> Made | None:
-        """Return what was stored as an object, if it is there: there is only one of some objects."""
+        """Return what was stored as an object, if there: some objects are unique."""
         slots = self.kit.manager._metadata.slots
         pid = slots.find(value)
         if pid is None:

@@ -1,4 +1,4 @@
-"""A store in memory whose every operation a test can hold up, fail, or do something in the middle of."""
+"""A store in memory whose operations a test can hold up, fail, or interrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model behind :class:`gpuspill.testing.oracle.Oracle`: what is known, and what may be decided."""
+"""The model behind :class:`gpuspill.testing.oracle.Oracle`: known facts, allowed moves."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _small_below(limit: int | None) -> int:
 
 
 class Model:
-    """Values as a few flags, keys as a dictionary, totals summed up from scratch; judges what the state decided.
+    """Values as flags, keys as a dictionary, sums from scratch; judges the state.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class Model:
 
     @property
     def disk_free(self) -> int | None:
-        """Bytes that another record may take, if all redundant ones are given up; None without a limit."""
+        """Bytes that a record may take if redundant ones are given up; None for no limit."""
         needed = sum(value.record for value in self.values.values() if not (value.memory and value.disk))
         return None if self.disk_limit is None else self.disk_limit - needed - sum(self.arriving.values())
 
@@ -151,7 +151,7 @@ class Model:
         return self.turns % 8 == 7 and any(r.kind is not Kind.AHEAD for r in self.waiting)
 
     def needed(self) -> list[Reservation]:
-        """Return those who wait and for whom room is made: all tasks, and the first if it is something else."""
+        """Return those for whom room is made: waiting tasks, and the first if it is none."""
         first = self.first()
         return [r for r in self.waiting if r.kind is Kind.TASK or r is first]
 
@@ -186,7 +186,7 @@ class Model:
         return value.nbytes < _small_below(self.limit)
 
     def enough(self, values: Iterable[ModelValue], missing: int) -> bool:
-        """Whether evicting these may free so many bytes, beside what is leaving: small ones have to be enough."""
+        """Whether evicting these may free so many bytes; small ones have to be enough."""
         values = list(values)
         if any(not self.small(value) for value in values):
             return True
@@ -210,7 +210,7 @@ class Model:
         forced: bool = False,
         relented: bool = False,
     ) -> list[int]:
-        """Take the effects, apply them to the model as far as they are allowed, and compare everything.
+        """Take the effects, apply them as far as allowed, and compare everything.
 
         Parameters
         ----------
@@ -308,7 +308,7 @@ class Model:
         self._judge_waiting(committed)
 
     def _judge_overrun(self, promise: ModelPromise, committed: int, relented: bool) -> None:
-        """One is let in although there is no room: nothing can make any, and it is the only one of its kind."""
+        """One is let in without room: none can be made, and no other such one is in."""
         assert self.limit is not None
         assert committed + promise.nbytes > self.limit, "counted as an overrun, but it fits"
         left = [value for value in self.values.values() if value.candidate and not self.stuck]

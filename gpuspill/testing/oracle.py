@@ -277,7 +277,7 @@ class Oracle(Model):
         self._old_is_gone(value)
 
     def _old_is_gone(self, value: ModelValue) -> None:
-        """What was on disk or on its way there is not kept if the value was stored anew meanwhile."""
+        """What was on disk or on its way is not kept if the value was stored anew."""
         assert not (value.invalidated and value.disk), f"{value} was stored anew, and what it was before is kept"
         assert not (value.taken and value.disk), f"{value} may have been changed, and what was written of it is kept"
         value.invalidated = value.taken = False

@@ -47,7 +47,7 @@ def events() -> st.SearchStrategy[list[tuple[Any, ...]]]:
 
 
 class PolicyTests:
-    """Conformance: what a policy has to do. One test a promise; see :class:`~gpuspill.core.policy.EvictionPolicy`.
+    """Conformance: what a policy has to do. One test a promise; see ``EvictionPolicy``.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class PolicyTests:
     )
     @given(happened=events())
     def test_any_order_of_events(self, happened: list[tuple[Any, ...]]) -> None:
-        """It has the values that were put in and not taken out, and gives each of them in the end."""
+        """It has the values that were put in and not taken out, and gives each."""
         values = {vid: Value(1000 * (vid % 5 + 1)) for vid in range(12)}
         policy = type(self).make(values)
         inside: dict[int, tuple[Any, bool]] = {}

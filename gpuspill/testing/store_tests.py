@@ -34,7 +34,7 @@ __all__ = ["StoreMachine", "StoreTests", "frame_lists"]
 
 
 def frame_lists(max_frames: int = 6, max_nbytes: int = 300) -> st.SearchStrategy[list[bytes]]:
-    """Return a strategy for the frames of a record: any number, empty ones among them, of any length."""
+    """Return a strategy for a record's frames: any number, of any length."""
     sizes = st.one_of(st.integers(0, max_nbytes), st.sampled_from([0, 1, 63, 64, 65, 128]))
     frame = sizes.flatmap(lambda size: st.binary(min_size=size, max_size=size))
     return st.lists(frame, max_size=max_frames)
@@ -55,7 +55,7 @@ def _contents(result: tuple[bytes, list[memoryview]]) -> tuple[bytes, list[bytes
 
 
 class StoreTests:
-    """Conformance: what a store has to do. One test a promise; see :class:`~gpuspill.storage.base.Store`."""
+    """Conformance: what a store has to do. One test a promise; see ``Store``."""
 
     @pytest.fixture
     def store(self) -> Any:
@@ -64,7 +64,7 @@ class StoreTests:
 
     @pytest.fixture
     def quota_store(self) -> Any:
-        """Yield an empty store with a quota of 100,000 bytes, and close it; skip if it cannot have one."""
+        """Yield an empty store with a quota of 100,000 bytes; skip if it has none."""
         pytest.skip("this store has no quota")
 
     def test_type(self, store: Store) -> None:
@@ -92,7 +92,7 @@ class StoreTests:
         ids=lambda value: str([len(v) for v in value] if isinstance(value, list) else len(value)),
     )
     def test_round_trip(self, store: Store, header: bytes, frames: list[bytes]) -> None:
-        """What goes in comes out: any number of frames, of any length, none and empty ones included."""
+        """What goes in comes out: any number of frames, of any length."""
         receipt = store.write(header, frames)
         assert _contents(store.read(receipt)) == (header, frames)
         assert receipt.payload_nbytes == sum(map(len, frames))
@@ -262,7 +262,7 @@ class StoreTests:
 
     @pytest.mark.parametrize("frames", [[], [b"x" * 1000], [b"", b"a" * 63, b"b" * 3_000_000, b"c"]], ids=len)
     def test_borrowing(self, store: Store, frames: list[bytes]) -> None:
-        """The same bytes as by reading, for as long as somebody looks, whatever becomes of the record."""
+        """The same bytes as by reading, while they are lent, whatever the record does."""
         receipt = store.write(b"header", frames)
         header, borrowed = store.read(receipt, lend=Lend.MEMORY)
         store.delete(receipt)

@@ -110,7 +110,7 @@ class MemoryStore(Store):
 
 
 class Pieces(FrameStream):
-    """A stream of given pieces, each in the same memory as the one before: who keeps one sees it change.
+    """A stream of given pieces, all in the same memory: one that is kept changes.
 
     Parameters
     ----------

@@ -133,7 +133,7 @@ class Made:
     changing: bool = False
 
     def begin_change(self, number: int, *, recorded: bool) -> None:
-        """A task begins to change it in place. `recorded`: there is a record of what it is until then."""
+        """A task begins to change it. `recorded`: a record has what it was."""
         self.before = {*self.before, self.number} if recorded else set()
         self.ever |= {self.number, number}
         self.number, self.changing = number, True

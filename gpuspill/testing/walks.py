@@ -86,7 +86,7 @@ def walk(
     *,
     seed: int,
 ) -> Steps:
-    """Run random events: faster than Hypothesis, evenly spread, and failures are made short as well.
+    """Run random events, faster than Hypothesis; failures are shortened as well.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ __all__ = ["Builder", "OthersInPlace"]
 
 
 class OthersInPlace(Exception):
-    """Others took the place of a unit since it was asked for: what is needed now has to be asked for anew."""
+    """Others replaced a unit since it was asked for: ask anew for what is needed now."""
 
 
 class Builder:

@@ -1,4 +1,4 @@
-"""Values that a library takes apart itself: data frames, sparse matrices, whatever somebody registered.
+"""Values that a library takes apart itself: data frames, sparse matrices, registered types.
 
 A *composite* is taken apart by the serialisation family for devices into a header and frames that
 alias its memory. The frames are arrays like others, so their memory becomes units. That may copy on
@@ -33,7 +33,7 @@ class Families(Serializer, Protocol):
         ...
 
     def take_apart(self, value: Any) -> tuple[Any, Sequence[Any]]:
-        """Return a header and frames, which alias the memory of the value or are in host memory. Copies nothing."""
+        """Return a header and frames, which alias the value or are in host memory. No copy."""
         ...
 
     def put_together(self, header: Any, frames: Sequence[Any]) -> Any:
@@ -41,7 +41,7 @@ class Families(Serializer, Protocol):
         ...
 
     def passive_nbytes(self, value: Any) -> int | None:
-        """Return the size that a value tells without being looked into, in bytes; None if it tells none."""
+        """Return the size that a value tells from outside, in bytes; None if it tells none."""
         ...
 
 
@@ -82,7 +82,7 @@ class Composite:
         return None if self._value is None else self._value()
 
     def remember(self, value: Any) -> None:
-        """Note the object and that it is in use. What cannot be weakly referenced is made anew at each reading."""
+        """Note the object, now in use. One without weak references is made anew at each read."""
         try:
             self._value = weakref.ref(value)
         except TypeError:
@@ -96,7 +96,7 @@ class Composite:
 
 
 class DeviceObject:
-    """An opaque object, or a composite that is whole, while it is on the device: a value of the device's manager.
+    """An opaque object, or a whole composite, on the device: a value of its manager.
 
     Parameters
     ----------
@@ -120,6 +120,6 @@ class DeviceObject:
 
 
 class TakenApart:
-    """What is left of the unit of a composite when others have taken its place: a value of no bytes."""
+    """What is left of a composite's unit when others replaced it: a value of no bytes."""
 
     __slots__ = ("__weakref__",)

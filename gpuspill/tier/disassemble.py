@@ -49,7 +49,7 @@ class Disassembler:
         self._settle = settle
 
     def disassemble(self, value: Any) -> Any:
-        """Return a :class:`~gpuspill.tier.units.Skeleton` of a value that has something on the device, or the value.
+        """Return a ``Skeleton`` of a value that has something on the device, or the value.
 
         What fails while it is taken apart stays whole.
         """
@@ -92,7 +92,7 @@ class Disassembler:
         return None
 
     def _array(self, item: Any, found: ArrayDescription, units: dict[Unit, None]) -> Leaf | None:
-        """Return what stands for an array or an opaque object, whose unit `units` then has; None if it has to stay."""
+        """Return what stands for an array or opaque object, now in `units`; None if it stays."""
         unit = (
             self._entry.join_object(item, found)
             if found.recipe is None
@@ -123,7 +123,7 @@ class Disassembler:
         return composite
 
     def take_apart(self, memory: DeviceObject) -> None:
-        """Let units of its own memory take the place of a composite that has to leave. Blocks for what its type does.
+        """Let units replace a composite that has to leave. Blocks for what its type does.
 
         Raises
         ------
@@ -144,7 +144,7 @@ class Disassembler:
         self._entry.take_place(unit)
 
     def _frames(self, item: Any, units: dict[Unit, None]) -> tuple[Any, list[Any]] | None:
-        """Take a composite apart: return its header and its frames, with leaves where `units` then has a unit."""
+        """Take a composite apart: return its header, and its frames with leaves for units."""
         taken = self._finder.take_apart(item)
         if taken is None:
             return None
@@ -172,7 +172,7 @@ class Disassembler:
         units[unit] = None
 
     def new_nbytes(self, value: Any) -> int:
-        """Bytes of the memory that a value has on the device and that is not known yet, each allocation once."""
+        """Bytes of a value's memory on the device that is not known yet, each once."""
         boring = self._boring(value)
         if boring is None:
             return 0

@@ -105,7 +105,7 @@ class UnitIntake:
                 self._manager.discard(unit)
 
     def invalidate(self, units: Iterable[Unit]) -> None:
-        """Count the memory that the caller has in hand as what units are, wherever they were, changed or not."""
+        """Count the memory that the caller has in hand as units, wherever they were."""
         try:
             self._manager.invalidate(units)
         finally:

@@ -43,7 +43,7 @@ class Finder:
         self._families = families
 
     def boring(self, value: Any) -> set[int] | None:
-        """Return the identities of the types in a value whose objects have nothing on the device, as far as types tell.
+        """Return identities of types in a value whose objects have nothing on the device.
 
         None if that are all of them.
         """
@@ -84,7 +84,7 @@ class Finder:
         return None if found.recipe is None and self._families is None else found
 
     def stream(self, item: Any) -> tuple[int, Any] | None:
-        """Return a stream that has to be waited for by itself before an array is copied, and what keeps it.
+        """Return a stream to wait for before an array is copied, and what keeps it.
 
         If nothing does, it is there now, as the array is: an event of it, or None if there can be
         none.
@@ -95,7 +95,7 @@ class Finder:
         return found[0], self._device.produced(found[0])
 
     def passive_nbytes(self, composite: Any) -> int | None:
-        """Return the size of a composite as far as it is known without looking into it, in bytes."""
+        """Return the size of a composite, in bytes, as far as known from outside."""
         return None if self._families is None else self._families.passive_nbytes(composite)
 
     def take_apart(self, composite: Any) -> tuple[Any, list[tuple[Any, ArrayDescription | None]]] | None:

@@ -76,7 +76,7 @@ class HostRecords(Store):
         self.direct = 0
 
     def write(self, header: bytes, frames: Sequence[Frame]) -> Receipt:
-        """Put a record into the host's memory if there is room, else on disk. Blocks for copies and for the disk.
+        """Put a record into the host's memory if there is room, else on disk. Blocks.
 
         If the disk does not take it, it waits until there is room in memory, or until nothing can
         make any. Frames are kept, streams are read.
@@ -115,7 +115,7 @@ class HostRecords(Store):
         return _TOGETHER
 
     def write_together(self, records: Sequence[tuple[bytes, Sequence[Frame]]]) -> list[Receipt] | None:
-        """Put records into the host's memory if there is room for all of them, in one transaction and one copy."""
+        """Put records into the host's memory if all fit, in one transaction and one copy."""
         sizes = [len(header) + sum(map(frame_nbytes, frames)) for header, frames in records]
         keys = [_Record(next(self._numbers)) for _ in records]
         admission = self._host.admission.reserve_now(sum(sizes), Kind.TASK, outputs=dict(zip(keys, sizes, strict=True)))
@@ -186,7 +186,7 @@ class HostRecords(Store):
     def read(
         self, receipt: Receipt, allocate: Allocate | None = None, *, lend: Lend | None = None
     ) -> tuple[bytes, list[memoryview]]:
-        """Return a record, from the host's memory or from disk. It stays where it is; nothing has to leave for it."""
+        """Return a record from the host's memory or from disk. It stays where it is."""
         with self._lock:
             key = self._keys.get(receipt.number)
         if key is None:

@@ -18,7 +18,7 @@ logger = logging.getLogger("gpuspill")
 
 
 class OutOfMemoryGuard:
-    """Makes room in the thread that needs it: spills, then collects garbage, then says once what is there.
+    """Makes room in the thread that needs it: spills, then collects garbage, then logs once.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class OutOfMemoryGuard:
         return helped
 
     def _make_room(self, nbytes: int, retries: int) -> int:
-        """Evict so many bytes in the order of their use; if that was not enough, so many that lie side by side."""
+        """Evict so many bytes by use; if that was not enough, so many that lie side by side."""
         limits = self._manager.limits
         asked, departures = getattr(self._last, "attempt", (None, 0))
         # The hook of another tier on the device may have been the first that was asked.

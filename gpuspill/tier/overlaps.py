@@ -1,4 +1,4 @@
-"""Arrays of one value that look at the same bytes: they are to share memory wherever the value is sent."""
+"""Arrays of one value that look at the same bytes: they share memory where it is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ H = TypeVar("H", bound=Hashable)
 
 
 def overlapping(arrays: Iterable[tuple[H, Layout]]) -> list[tuple[int, int, list[H]]]:
-    """Return which arrays of one allocation reach into each other, with the first byte of them all and the one after.
+    """Return which arrays of an allocation overlap, with the first byte and the end of all.
 
     Left out: arrays that reach into no other; and those that have less than half of the bytes that
     they reach over, such as two columns of a wide matrix. To send these bytes would take more than
@@ -37,7 +37,7 @@ def overlapping(arrays: Iterable[tuple[H, Layout]]) -> list[tuple[int, int, list
 
 
 def reductions(value: Any, finder: Finder, registry: ArrayRegistry, device: Device) -> dict[int, Any]:
-    """Return what pickle is to make the arrays of a value from that look at the same bytes, by their identity.
+    """Return what to pickle for arrays of a value that share bytes, by their identity.
 
     Each is made from an array of bytes, which those that belong together have in common. The value
     must stay while this is used. Arrays whose library has no way for this are left out.

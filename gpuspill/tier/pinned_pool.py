@@ -1,4 +1,4 @@
-"""Pinned host memory that is used again: where what leaves a device goes without being copied twice.
+"""Pinned host memory that is used again: what leaves a device is copied once.
 
 Pinning is slow, so memory is pinned in slabs that stay. The number of slabs grows in the background
 as more is asked for; who asks meanwhile gets none, and uses ordinary memory.
@@ -111,7 +111,7 @@ class PinnedPool:
         return self.allocate_together([nbytes])[0]
 
     def allocate_together(self, sizes: Sequence[int]) -> list[list[memoryview] | None]:
-        """Return pinned memory for several things of so many bytes, each in parts; None for those for which is none.
+        """Return pinned memory for several sizes, each in parts; None where there is none.
 
         Contents are whatever the last user left. Each part is the caller's with every view made of
         it.
@@ -142,7 +142,7 @@ class PinnedPool:
         return self._limit >= self._slab_nbytes
 
     def _take(self, sizes: Sequence[int], places: Sequence[int], found: list[list[memoryview] | None]) -> list[int]:
-        """Put memory for what is at some places there, as far as there is some; returns the others."""
+        """Put memory at some places, as far as there is some; returns the other places."""
         taken: list[tuple[int, list[tuple[Block, memoryview]]]] = []
         left = []
         with self._lock:
@@ -187,7 +187,7 @@ class PinnedPool:
     # -- more and less -----------------------------------------------------------------------------
 
     def _ask_for_more(self, nbytes: int) -> bool:
-        """Have more pinned, unless somebody is at it or there is enough; returns whether that was begun."""
+        """Pin more, unless a thread is at it or there is enough; whether that was begun."""
         with self._lock:
             self._wanted += nbytes
             if self._growing or not self._may_grow:
@@ -245,7 +245,7 @@ class PinnedPool:
         return self._release(gone)
 
     def shrink(self) -> int:
-        """Give slabs back that would not have been needed since the last call. Returns their bytes."""
+        """Give slabs back that were not needed since the last call. Returns bytes."""
         with self._lock:
             self._settle()
             gone = [self._buffers.pop(number) for number in self._slabs.remove_idle(self._slabs.unneeded())]
@@ -274,7 +274,7 @@ class PinnedPool:
         return len(gone) * self._slab_nbytes
 
     def close(self) -> None:
-        """Lend nothing any more, and give back what is idle; what is in use stays with those who use it."""
+        """Lend nothing any more, and give back what is idle; users keep what they use."""
         self._closed = True
         self.trim()
 
@@ -287,7 +287,7 @@ class PinnedPool:
             return PinnedStatistics(self._limit or 0, self._slabs.nbytes, self._slabs.used_nbytes, **self._counts)
 
     def validate(self) -> None:
-        """Raise AssertionError unless the blocks that are lent are those that are taken. For tests at rest."""
+        """Raise AssertionError unless lent blocks are taken blocks. For tests at rest."""
         with self._lock:
             self._settle()
             self._slabs.validate()

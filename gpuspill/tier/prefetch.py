@@ -46,7 +46,7 @@ class Readahead:
         self._asked: dict[Unit, Admission] = {}
 
     def bring(self, values: Iterable[Iterable[Unit]]) -> int:
-        """Ask for room for the units of values that are needed in this order, and bring them when they have some.
+        """Ask for room for units that are needed in this order, and bring those that have it.
 
         Where there is no room it is made, by spilling, if what would leave first is needed later.
         Tasks that wait for room are served first.
@@ -71,7 +71,7 @@ class Readahead:
         return begun
 
     def _groups(self, values: Iterable[Iterable[Unit]]) -> Iterator[list[Unit]]:
-        """Yield the units of values that are to be brought, small ones of one value together: as they are copied."""
+        """Yield the units that are to be brought; small ones of one value together."""
         for units in values:
             group: list[Unit] = []
             nbytes = 0
@@ -90,7 +90,7 @@ class Readahead:
                 yield group
 
     def _ask(self, group: Sequence[Unit]) -> bool:
-        """Ask for room for some units. Returns False if that is not worth it, or there are enough who wait."""
+        """Ask for room for some units. False if it is not worth it, or enough wait."""
         if len(set(self._asked.values())) >= _AT_MOST:
             return False
         nbytes = sum(unit.nbytes for unit in group)

@@ -48,7 +48,7 @@ class Reader:
             return False
 
     def read(self, value: Any) -> Any:
-        """Return the value that a skeleton stands for; anything else itself. Blocks while something is copied."""
+        """Return the value of a skeleton; anything else itself. Blocks while it copies."""
         if type(value) is not Skeleton:
             return value
         self._forbid_inherited()
@@ -86,7 +86,7 @@ class Reader:
         return found
 
     def read_later(self, values: Mapping[Hashable, Any], admission: Admission | None) -> Future[dict[Hashable, Any]]:
-        """Return a future of several values, by key, copied on the manager's threads; never blocks."""
+        """Return a future of several values, by key, copied on the manager's threads."""
         result: Future[dict[Hashable, Any]] = Future()
         units = dict.fromkeys(unit for value in values.values() if type(value) is Skeleton for unit in value.units)
         if not units:

@@ -43,7 +43,7 @@ class _BookedUnit:
 
 
 class _Revival:
-    """Brings a unit back that has left. One object a unit, where a function would be five to the garbage collector."""
+    """Brings a unit back. An object: a closure would cost the garbage collector five."""
 
     __slots__ = ("_book", "_unit", "_watch")
 
@@ -57,7 +57,7 @@ class _Revival:
 
 
 class Book:
-    """Knows the units of one device. The custody of its manager (:class:`gpuspill.manager.slots.Custody`).
+    """Knows the units of one device. Its manager's :class:`gpuspill.manager.slots.Custody`.
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ class Book:
             return found is token or isinstance(found, Allocation) or entry.memory() is not None
 
     def join(self, identity: AllocationId, token: object, keeper: object = None) -> Unit | None:
-        """Return the unit of an allocation that is alive, with one reference more; None if there is none.
+        """Return the unit of a live allocation, with one reference more; None without one.
 
         Parameters
         ----------
@@ -191,7 +191,7 @@ class Book:
         return memory.unit
 
     def watch(self, memory: DeviceMemory) -> AllocationRef:
-        """Notice from now on when the memory is gone, or leaves while somebody has it. Before anybody can evict it."""
+        """Notice from now on when the memory goes, or leaves in use; before it can be evicted."""
         keeps = memory.token is memory.keeper
         try:
             watch = AllocationRef(memory.token, self._gone.append, memory.identity, keeps=keeps)
@@ -213,7 +213,7 @@ class Book:
             return known is not None and known.value is value and all(unit.references > 0 for unit in known.counted)
 
     def join_composite(self, value: Any) -> Composite | None:
-        """Return what stands for a composite that is known, with one reference more to each of its units."""
+        """Return what stands for a known composite; its units get one reference more."""
         with self._lock:
             if not self.knows_composite(value):
                 return None
@@ -223,7 +223,7 @@ class Book:
             return known
 
     def enter_composite(self, composite: Composite, value: Any) -> Composite:
-        """Note a composite that is whole; returns the one in force, whose unit has one reference more."""
+        """Note a whole composite; returns the one in force, with one reference more."""
         with self._lock:
             known = self.join_composite(value)
             if known is not None:
@@ -235,7 +235,7 @@ class Book:
         return composite
 
     def take_apart(self, composite: Composite, header: Any, frames: Sequence[Any], parts: tuple[Unit, ...]) -> bool:
-        """Note what a composite was taken apart into. Its unit gets the references to `parts` that the caller has.
+        """Note the parts of a composite. Its unit takes over the caller's references to them.
 
         False if no skeleton has it any more.
         """
@@ -255,7 +255,7 @@ class Book:
         return True
 
     def remember(self, composite: Composite, value: Any) -> Any:
-        """Note the object that a composite is now; returns the one to use: another thread may have made one."""
+        """Note the object of a composite; returns the one to use, as threads may race."""
         with self._lock:
             existing = composite.value
             if existing is None:
@@ -293,7 +293,7 @@ class Book:
     # -- arrays ------------------------------------------------------------------------------------
 
     def note(self, unit: Unit, recipe: Recipe, array: Any) -> Any:
-        """Remember an array on a unit; returns the one to use, since another thread may have made one meanwhile."""
+        """Remember an array on a unit; returns the one to use, as threads may race."""
         with self._lock:
             if unit.arrays:  # else it need not be hashed
                 ref = unit.arrays.get(recipe)
@@ -307,7 +307,7 @@ class Book:
         return array
 
     def array(self, memory: DeviceMemory, recipe: Recipe) -> Any:
-        """Return an array on a unit that is on the device: the one there was, if somebody still has it."""
+        """Return an array on a unit on the device: the earlier one, if it is alive."""
         if memory.unit.arrays:
             ref = memory.unit.arrays.get(recipe)
             array = None if ref is None else ref()
@@ -320,7 +320,7 @@ class Book:
     # -- custody: called under the manager's lock --------------------------------------------------
 
     def held(self, memory: DeviceMemory | DeviceObject | TakenApart) -> bool:
-        """Whether somebody has an array on it, or keeps its memory where that cannot be noticed later."""
+        """Whether an array on it is in use, or its memory is kept where that cannot be noticed."""
         if type(memory) is DeviceObject:
             return memory.value is not None and getrefcount(memory.value) > self._unheld
         if type(memory) is not DeviceMemory:
@@ -332,7 +332,7 @@ class Book:
         return getrefcount(memory.keeper) > self._unkept
 
     def _count_references(self, like: DeviceMemory) -> int:
-        """Return what is reported for a keeper to which only its memory refers, in the ways that `like` does."""
+        """Return the report for a keeper that only its memory refers to, in `like`'s ways."""
         keeper = object()
         alone = DeviceMemory(like.unit, self._device.borrow(like.identity, keeper, keeper), keeper, keeper)
         del keeper
@@ -414,7 +414,7 @@ class Book:
             return {identity: entry.unit for identity, entry in self._known.items() if entry.memory() is not None}
 
     def vacated(self, since: int) -> list[AllocationId]:
-        """Return the last places that units have left since there were so many departures, as far as is known."""
+        """Return the last places that units have left since so many departures."""
         count = min(self.departures - since, len(self._vacated))
         return list(self._vacated)[len(self._vacated) - count :]
 

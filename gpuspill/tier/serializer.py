@@ -115,7 +115,7 @@ class DeviceSerializer:
         self._copy([source], partial(self._copier.onward, source.allocation, sink))
 
     def copy_into(self, source: _UnitStream, fd: int, before_each: Callable[[], object]) -> bool:
-        """Copy a unit to the start of a file, past host memory. Returns False if that cannot be done."""
+        """Copy a unit to the start of a file, past host memory. False if that is impossible."""
         assert self.past_host is not None
         # What writes files knows of no streams.
         return self._copy([source], partial(self.past_host.write, source.allocation, fd, before_each), observed=True)
@@ -133,7 +133,7 @@ class DeviceSerializer:
         raise StorageError(problem)
 
     def _follow_producers(self, sources: Sequence[_UnitStream], *, observed: bool) -> None:
-        """Order what is copied next after the computations of what is there, or observe that these are done."""
+        """Order later copies after the computations of a unit, or observe that these are done."""
         events = self._events(sources)
         if events is None:
             self._device.synchronize()
@@ -146,7 +146,7 @@ class DeviceSerializer:
                 copies.wait(event)
 
     def _events(self, sources: Sequence[_UnitStream]) -> list[Event] | None:
-        """Return events that cover all that was enqueued so far for some units; None if there are none such."""
+        """Return events for all that was enqueued so far for some units; None without any."""
         events = self._device.fences([source.allocation for source in sources])
         if events is None:
             return None
@@ -221,7 +221,7 @@ class DeviceSerializer:
         return memory
 
     def loads_together(self, records: Sequence[tuple[bytes, Sequence[memoryview]]]) -> list[object]:
-        """Copy several units to the device, and wait until all are there; None in the place of others. Blocks.
+        """Copy several units to the device and wait; None in the place of others. Blocks.
 
         Raises as :meth:`loads`; then nothing is left on the device of any.
         """

@@ -178,7 +178,7 @@ class DeviceTier:
         return Prepared(value, self.proxify(value, label), new_nbytes)
 
     def proxify(self, value: Any, label: Hashable = None, *, touched: bool = True) -> Any:
-        """Return a :class:`Skeleton` of a value that has something on the device; any other value itself.
+        """Return a ``Skeleton`` of a value that has something on the device; else the value.
 
         Its memory is known from now on and may leave the device as soon as nobody has an array on
         it. It is given up when the last skeleton with it is.
@@ -260,7 +260,7 @@ class DeviceTier:
     def resolve_later(
         self, values: Mapping[Hashable, Any], admission: Admission | None = None
     ) -> Future[dict[Hashable, Any]]:
-        """Return a future of several values resolved, copied on the manager's threads; never blocks.
+        """Return a future of several resolved values, copied on the manager's threads.
 
         Done at once if everything is on the device. A DataLostError in it names the key. Parameters
         as for :meth:`resolve_all`.
@@ -268,7 +268,7 @@ class DeviceTier:
         return self._reader.read_later(values, admission)
 
     def verify(self) -> None:
-        """See to it that an allocation that does not fit makes room: a library may have dropped the hook. Cheap."""
+        """Install the out-of-memory hook again if a library dropped it. Cheap."""
         self._guard.verify()
 
     # -- room --------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class DeviceTier:
         arriving: Mapping[Hashable, int] | None = None,
         order: Order = (),
     ) -> Admission:
-        """Pin what values have on the device, and ask for room for what is not there and for an output.
+        """Pin what values have on the device; ask for room for the rest and for an output.
 
         Parameters
         ----------
@@ -305,7 +305,7 @@ class DeviceTier:
         return admission
 
     def expect_use(self, value: Any, order: Order | None, user: Hashable) -> None:
-        """Note when `user`, a key, is needed next; a smaller `order` is sooner, None says that nothing is known.
+        """Note when `user`, a key, is needed next; smaller `order` is sooner, None unknown.
 
         Parameters
         ----------
@@ -331,7 +331,7 @@ class DeviceTier:
         self.manager.uses.drop(units, user)
 
     def prefetch(self, values: Iterable[Any]) -> int:
-        """Begin to bring what values have, which are going to be needed in this order; see :meth:`Readahead.bring`."""
+        """Begin to bring values that are needed in this order; see :meth:`Readahead.bring`."""
         return self.ahead.bring(value.units for value in values if type(value) is Skeleton)
 
     def has_room(self, nbytes: int) -> bool:
@@ -340,11 +340,11 @@ class DeviceTier:
         return limits.limit is None or self.manager.memory_total() + limits.offset + nbytes < limits.limit // 2
 
     def new_nbytes(self, value: Any) -> int:
-        """Bytes of the memory that a plain value has on the device and that is not known yet, each allocation once."""
+        """Bytes of a plain value's memory on the device that is not known yet, each once."""
         return self._disassembler.new_nbytes(value)
 
     def overlaps(self, value: Any) -> dict[int, Any]:
-        """Return how to pickle the arrays of a plain value that share bytes; see :mod:`gpuspill.tier.overlaps`."""
+        """Return how to pickle arrays that share bytes; see :mod:`gpuspill.tier.overlaps`."""
         return reductions(value, self._finder, self._registry, self.device)
 
     def host_nbytes(self, skeleton: Skeleton, nbytes: int | None) -> int:
@@ -362,7 +362,7 @@ class DeviceTier:
         return max(SKELETON_NBYTES, nbytes - skeleton.device_nbytes)
 
     def settle(self) -> None:
-        """Let go of what nobody refers to any more, and count what lingers. Costs next to nothing if there is none."""
+        """Let go of unreferenced units, and count what lingers. Nearly free if none are."""
         if self.manager.inherited:
             return
         book = self._book
@@ -419,7 +419,7 @@ class DeviceTier:
         return ", ".join(f"{nbytes} bytes" for nbytes in heapq.nlargest(5, sizes))
 
     def validate(self) -> None:
-        """Raise AssertionError if what is known and what is there contradict each other. O(n); for tests at rest."""
+        """Raise AssertionError if tables and memory differ. O(n); for tests at rest."""
         self.settle()
         self.pinned.validate()
         self.manager.validate()
@@ -436,7 +436,7 @@ class DeviceTier:
                 assert self._book.identified(memory), f"{key} is on the device and not known there"
 
     def close(self) -> None:
-        """Stop background work. What is on the device stays readable. Blocks; idempotent; before the host's manager."""
+        """Stop background work; what is on the device stays readable. Blocks; idempotent."""
         self._guard.close()
         self._end_release()
         self.manager.close()

@@ -24,7 +24,7 @@ Dead: TypeAlias = "deque[tuple[bool, tuple[Unit, ...]]]"
 
 
 class Internal:
-    """A key of a manager that is gpuspill's own: nobody who lists keys sees it. Compares by identity.
+    """A manager's key of gpuspill's own, hidden from listings. Compares by identity.
 
     Attributes
     ----------

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-calls=False
-"""One round: a cluster from its start to its end, its jobs, the harm done to it, and what was left."""
+"""One round: a cluster, its jobs, the harm done to it, and what was left."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class RoundResult:
 
 
 def run_round(arm: Arm, plan: Round, patience: float, dumps: Path) -> RoundResult:
-    """Start a cluster, run jobs on it while it comes to harm, and look what is left once it is closed.
+    """Run jobs on a new cluster that comes to harm, and look what is left.
 
     Parameters
     ----------
@@ -241,7 +241,7 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
 
 
 class _Jobs:
-    """Runs the jobs, a few at once, each in a thread: dask's own waiting knows no deadline. Started at once."""
+    """Runs the jobs, a few at once, each in a thread, with a deadline."""
 
     def __init__(self, client: Client, plan: Round, patience: float, result: RoundResult) -> None:
         self._client = client
@@ -301,7 +301,7 @@ class _Jobs:
 
 
 def _examine(client: Client, result: RoundResult) -> None:
-    """Wait until the workers have come to rest, and note what they have kept, and what does not fit together."""
+    """Wait until the workers rest; note what they have kept and what does not fit."""
     deadline = time.monotonic() + _GRACE
     refused = any(outcome.verdict == "refused" for outcome in result.outcomes)
     while True:

@@ -122,7 +122,7 @@ class Injector:
         self._notice_deaths()
 
     def finish(self) -> None:
-        """Inject nothing more, and end what has not ended. Blocks until that is done; idempotent."""
+        """Inject nothing more, and end what has not ended. Blocks; idempotent."""
         self._stopping.set()
         self._thread.join()
         self._end_those_due(float("inf"))

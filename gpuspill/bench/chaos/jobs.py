@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-calls=False
-"""Graphs with known answers. Every value is made from a seed, so that a plain computation knows each of them."""
+"""Graphs with known answers: every value is made from a seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WrongAnswer(Exception):
 
 
 class Refused(Exception):
-    """The cluster did not take the data, because a worker went while it was sent. Others may keep their part of it."""
+    """The cluster did not take the data, as a worker went. Others may keep theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Data:
 
 
 def block(data: Data, number: int) -> Block:
-    """Return a block; no two have the same element in the same place. Sums wrap around, so they are exact."""
+    """Return a block with its own elements. Sums wrap around, so they are exact."""
     first = np.uint64((data.seed * 1_000_003 + number * 7919 + 1) % 2**63)
     return np.arange(data.nbytes // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + first
 
@@ -315,7 +315,7 @@ RUNS: Mapping[str, Callable[[Client, Data], None]] = {
 
 
 def is_told_loss(kind: str, error: BaseException) -> bool:
-    """Whether an error says that something was lost that nothing can compute again, and the job has such things."""
+    """Whether an error tells of a loss that nothing can compute again."""
     if kind == "scattered":
         return isinstance(error, DataLostError | asyncio.CancelledError) or "Cancelled" in type(error).__name__
     if kind == "actor":

@@ -98,7 +98,7 @@ def files_of(pid: int, directories: list[Path]) -> list[str]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files below a directory, but for locks, which are empty and may belong to several workers."""
+    """Return the files below a directory, but for empty locks."""
     return sorted(
         Path(where, name) for where, _, names in os.walk(directory) for name in names if not name.endswith("lock")
     )

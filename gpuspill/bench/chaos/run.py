@@ -167,5 +167,5 @@ def chaos(
 
 
 def is_fault_of_ours(result: Result) -> bool:
-    """Whether anything was wrong on another arm than stock, whose troubles are a finding and no failure."""
+    """Whether anything was wrong on another arm than stock, whose troubles are findings."""
     return any(not sample.correct for sample in result.samples if sample.arm != BASELINE)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-calls=False
-"""What a cluster looks like from the inside: whether its workers are at rest, and what it does if it hangs."""
+"""A cluster from the inside: whether its workers rest, and what it does if it hangs."""
 
 from __future__ import annotations
 

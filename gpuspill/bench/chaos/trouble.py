@@ -50,7 +50,7 @@ def _note(directory: Path, pid: int) -> Path:
 
 
 def _trouble(directory: Path, operation: str, number: int) -> BaseException | None:
-    """Wait if the note says so, and return what is to be raised in an operation, with the number of its kind."""
+    """Wait if the note says so; return what to raise, with the number of its kind."""
     try:
         kinds = json.loads(_note(directory, os.getpid()).read_text())
     except OSError:
@@ -96,7 +96,7 @@ class TroubledFiles(DelayedFiles):
 
 
 class Troubled(WorkerPlugin):
-    """Has each worker look for notes, and write its stacks when it gets SIGUSR1; those started later, too.
+    """Has each worker, also later ones, look for notes, and write stacks at SIGUSR1.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class Troubled(WorkerPlugin):
         self._directory = directory
 
     def setup(self, worker: Worker) -> None:
-        """Wrap the store, and write stacks when asked to by a signal. Runs on the worker's event loop."""
+        """Wrap the store, and write stacks at a signal. Runs on the event loop."""
         self._stacks = (self._directory / f"stacks-{os.getpid()}").open("w")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         # Of workers that are started later, too: what goes wrong is meant to.

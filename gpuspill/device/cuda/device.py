@@ -47,7 +47,7 @@ _UNPROBED: Final = CopyPlan(chunk_nbytes=8 * 2**20, staged=True)
 
 
 class GpuAllocation(Allocation):
-    """Memory of a GPU, of the port's own (`memory`) or borrowed (`owner`). Made by the device only."""
+    """Memory of a GPU: the port's (`memory`) or borrowed (`owner`). The device makes it."""
 
     __slots__ = ("_address", "_device", "_ending", "_freed", "_held", "_nbytes", "memory", "serial")
 
@@ -90,12 +90,12 @@ class GpuAllocation(Allocation):
 
     @property
     def owner(self) -> object:
-        """The library's object that owns the memory, if it is borrowed; else the allocation itself."""
+        """The library's object that owns borrowed memory; else the allocation itself."""
         return self._held[0] if self._held else self
 
     @property
     def token(self) -> object:
-        """What lives exactly as long as the memory: the library's, if it is borrowed; else the allocation itself."""
+        """What lives as long as the memory: the library's object, or the allocation."""
         return self._held[1] if self._held else self
 
     def require(self) -> None:
@@ -104,7 +104,7 @@ class GpuAllocation(Allocation):
             raise UseAfterFree(f"{self!r} was freed")
 
     def take(self) -> DriverMemory:
-        """Return the memory, to be given back by the caller. It cannot be used any more. The device's lock is held."""
+        """Return the memory, for the caller to give back. The device's lock is held."""
         self.require()
         if self.memory is None:
             raise ValueError(f"{self!r} is borrowed: drop its arrays, and the library that owns it frees it")
@@ -267,7 +267,7 @@ class GpuDevice(Device):
         return self._release.by(run)
 
     def borrow(self, identity: AllocationId, owner: object, token: object = None) -> Allocation:
-        """Return an allocation for memory that a library allocated, or the one it was built on if that is ours."""
+        """Return an allocation for a library's memory, or the one it was built on if ours."""
         if isinstance(owner, GpuAllocation) and owner.device is self and owner.identity == identity:
             return owner
         if identity.device != self.identity:
@@ -303,7 +303,7 @@ class GpuDevice(Device):
             return found
 
     def producer(self, handle: Handle) -> GpuStream:
-        """Return another library's stream, by the driver's handle, to order a copy after its work by an event.
+        """Return another library's stream, by the driver's handle, to wait for its work.
 
         ``copies.wait(device.producer(handle).record())`` takes the place of :meth:`synchronize`
         where the stream is known on which a library computed. The stream has to outlive what is
@@ -312,7 +312,7 @@ class GpuDevice(Device):
         return GpuStream(self, self._driver, handle, "producer")
 
     def produced(self, stream: Handle) -> GpuEvent | None:
-        """Return an event for what was enqueued on a library's stream; None if the driver does not let itself be asked.
+        """Return an event of a library's stream; None if the driver cannot be asked.
 
         So it is while the stream is captured for a graph.
         """
@@ -415,7 +415,7 @@ class GpuDevice(Device):
             stream.validate()
 
     def close(self) -> None:
-        """Wait for copies in flight, drop the hooks, give the streams back; new ones are made if they are needed."""
+        """Wait for copies, drop the hooks, give the streams back; new ones come if needed."""
         self.hooks.clear()
         with self._lock:
             streams, self._streams = tuple(self._streams.values()), {}

@@ -199,7 +199,7 @@ class CudaDriver:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device's context the current one of the calling thread for the length of the block."""
+        """Make the device's context current in the calling thread during the block."""
         driver = self._cuda
         context = self._context or self._retain()
         if int(self._checked(driver.cuCtxGetCurrent())) == int(context):
@@ -220,7 +220,7 @@ class CudaDriver:
     # -- memory ------------------------------------------------------------------------------------
 
     def _memory(self) -> CudaMemory:
-        """Return whose memory is allocated: RMM's from the time on that the process has imported it."""
+        """Return whose memory is allocated: RMM's once the process has imported it."""
         if self._rmm is None:
             self._rmm = RmmMemory.find(self)
         return self._own if self._rmm is None else self._rmm
@@ -230,7 +230,7 @@ class CudaDriver:
         return self._memory().allocate(nbytes, stream)
 
     def connected(self) -> bool:
-        """Whether the callback would be called: by all allocations through RMM, or else by those made here."""
+        """Whether the callback would be called: by RMM's allocations, else by those made here."""
         return self._memory().connected()
 
     def connect(self, callback: FailureCallback) -> None:

@@ -1,4 +1,4 @@
-"""Finding out whether there is a GPU, and opening it. No library for GPUs is imported before that."""
+"""Finding out whether there is a GPU, and opening it. Imports no GPU library before."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _hidden() -> bool:
 
 
 def missing_libraries() -> dict[str, str]:
-    """Return the libraries that are not installed: module → what to install. Imports none of them."""
+    """Return the libraries that are not installed: module → what to install."""
 
     def installed(name: str) -> bool:
         try:
@@ -98,7 +98,7 @@ _opened: Final = _Opened()
 
 
 def device() -> Device:
-    """Return the GPU of this process: the first that it sees, which is how dask-cuda gives each worker its own.
+    """Return the GPU of this process: the first that it sees, as dask-cuda gives them.
 
     Raises
     ------

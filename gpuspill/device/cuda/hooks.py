@@ -20,14 +20,14 @@ _MAX_RETRIES: Final = 1000
 
 @dataclass(slots=True)
 class Attempt:
-    """One allocation of the port's own: whether the hooks were asked for it, and what one of them raised."""
+    """One allocation of the port: whether hooks were asked, and what one raised."""
 
     asked: bool = False
     raised: BaseException | None = None
 
 
 class GpuHooks(HookChain):
-    """The chain of one GPU. It hangs on the allocator that everybody uses, not on the port's allocations alone.
+    """The chain of one GPU. It hangs on the allocator that all libraries share.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ __all__ = ["empty_pools"]
 
 
 def empty_pools() -> bool:
-    """Have CuPy and PyTorch give idle memory back to the device: what they freed is in pools of their own.
+    """Have CuPy and PyTorch give idle memory of their pools back to the device.
 
     By their public names; imports nothing, never raises. A library that cannot do so now (half
     imported, no context) has nothing to give.

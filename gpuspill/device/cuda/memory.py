@@ -1,4 +1,4 @@
-"""Where the port's own memory on a GPU comes from: RMM, where the process uses it, or else the driver.
+"""Where the port's own memory on a GPU comes from: RMM, if in use, or the driver.
 
 By RMM everybody's allocations that do not fit ask the hooks. Without it only those that are made
 here do: libraries that allocate by themselves do not say when they run out.
@@ -181,7 +181,7 @@ class OwnMemory:
         return False
 
     def give_back(self, address: int) -> None:
-        """Free memory, when all is done that is enqueued on the default stream now. Takes no lock; never raises."""
+        """Free memory once all enqueued on the default stream is done. No lock; never raises."""
         with suppress(DeviceError), self._gpu.current():
             if self._pools:
                 self._cuda.cuMemFreeAsync(address, 0)

@@ -40,7 +40,7 @@ class DriverMemory(Protocol):
         """Base address."""
 
     def free(self) -> None:
-        """Give it back, once. Takes no lock of Python's: finalisers call it, in the middle of anything.
+        """Give it back, once. Takes no lock of Python's: finalisers call it.
 
         The memory may be used again as soon as all work is done that is enqueued on the default
         stream now, or on a stream that is ordered with it.
@@ -56,7 +56,7 @@ class Driver(Protocol):
 
     @property
     def uuid(self) -> str | None:
-        """Name of the device on this machine, whatever process asks; None if it is the process's own."""
+        """Name of the device on this machine, for any process; None if it is private."""
 
     @property
     def description(self) -> str:
@@ -69,18 +69,18 @@ class Driver(Protocol):
         """Return free and total bytes of the device."""
 
     def current(self) -> AbstractContextManager[None]:
-        """Prepare the calling thread for libraries that free memory, for the length of the block."""
+        """Prepare the calling thread for libraries that free memory, during the block."""
 
     # -- memory ------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, stream: Handle) -> DriverMemory:
-        """Return memory that may be used on `stream` at once. Calls the callback if there is none, then MemoryError."""
+        """Return memory to use on `stream` at once. MemoryError if the callback frees none."""
 
     def connected(self) -> bool:
         """Whether a callback given to :meth:`connect` would be called now. Cheap."""
 
     def connect(self, callback: FailureCallback) -> None:
-        """Have `callback` called, in the thread that allocates, by everybody's allocations that do not fit."""
+        """Have `callback` called, in the allocating thread, by all allocations that do not fit."""
 
     def disconnect(self) -> None:
         """Call the callback no more."""

@@ -1,4 +1,4 @@
-"""Where memory of a GPU is given back: never on the thread of an event loop, which a free could stop."""
+"""Where memory of a GPU is given back: never on an event loop, which a free could stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Run: TypeAlias = Callable[[Callable[[], None]], object]
 
 
 class Release:
-    """Gives memory back: in the calling thread, or in a thread lent for it if the caller runs an event loop.
+    """Gives memory back in the calling thread, or in another if that runs an event loop.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""Where the out-of-memory callback hangs in RMM: an adaptor around the resource that the device has in force.
+"""The out-of-memory callback in RMM: an adaptor around the device's resource.
 
 It knows RMM by the module it is given and imports nothing. RMM's ``FailureCallbackResourceAdaptor``
 calls back when its upstream has no memory, and tries again as long as the answer is True. Adaptors
@@ -62,7 +62,7 @@ class RmmChain:
         return self._mr.get_per_device_resource(self._ordinal)
 
     def connected(self) -> bool:
-        """Whether the adaptor is in force: on top, or below what passes requests on and was stacked on it since.
+        """Whether the adaptor is in force: on top, or below what passes requests on.
 
         Also False when it is in cuDF's way, so that it is connected anew.
         """
@@ -80,7 +80,7 @@ class RmmChain:
         return True
 
     def connect(self, callback: FailureCallback) -> None:
-        """Put an adaptor that calls `callback` on top, once cuDF has its own or has none. The device has to be current.
+        """Put an adaptor that calls `callback` on top, after cuDF's. On the current device.
 
         While cuDF is awaited nothing happens, and it stays unconnected.
         """
@@ -101,14 +101,14 @@ class RmmChain:
         self._mr.set_per_device_resource(self._ordinal, self._adaptor)
 
     def disconnect(self) -> None:
-        """Take the adaptor off, if it is on top. If not it stays where it is, and connected: it cannot be taken out."""
+        """Take the adaptor off if it is on top. Else it stays, connected."""
         if self._adaptor is not None and self.resource() is self._adaptor:
             self._mr.set_per_device_resource(self._ordinal, self._adaptor.get_upstream())
             self._adaptor = None
 
 
 def _fits(upstream: Any, nbytes: int) -> bool:
-    """Whether `upstream` has memory, if need be once other libraries have given back what they only keep for later."""
+    """Whether `upstream` has memory, once other libraries gave back their idle memory."""
     for attempt in range(2):
         try:
             address = upstream.allocate(nbytes)

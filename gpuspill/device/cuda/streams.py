@@ -30,7 +30,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 20e-6, 1e-3
 
 
 class GpuEvent(Event):
-    """A point in a stream of a GPU; if it is that of a copy, it keeps both ends alive until it was observed.
+    """A point in a stream of a GPU; that of a copy keeps both ends until it was observed.
 
     Attributes
     ----------
@@ -213,7 +213,7 @@ class GpuStream(Stream):
 
 
 class PinnedBytes:
-    """How much is pinned. Finalisers count too, so counting takes no lock; one thread at a time may ask."""
+    """How much is pinned. Counting takes no lock, for finalisers; one thread may ask."""
 
     def __init__(self) -> None:
         self._changes: deque[int] = deque()

@@ -69,7 +69,7 @@ def device() -> SimulatedDevice:
 
 @contextmanager
 def use(chosen: SimulatedDevice) -> Iterator[SimulatedDevice]:
-    """Make a device the current one in this context (thread or coroutine) until the end of the block."""
+    """Make a device current in this context until the end of the block."""
     token = _current.set(chosen)
     try:
         yield chosen

@@ -1,4 +1,4 @@
-"""What ``dask.array`` has to be told of the simulated array, as it is told of CuPy's. Public registries only."""
+"""What ``dask.array`` is told of the simulated array, by public registries."""
 
 from __future__ import annotations
 

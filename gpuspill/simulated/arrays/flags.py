@@ -8,7 +8,7 @@ __all__ = ["Flags"]
 
 
 class Flags:
-    """Memory layout of an array, by attribute (``flags.c_contiguous``) or name (``flags["C_CONTIGUOUS"]``).
+    """Memory layout of an array, by attribute or name (``flags["C_CONTIGUOUS"]``).
 
     Attributes
     ----------

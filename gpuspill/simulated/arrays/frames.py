@@ -1,4 +1,4 @@
-"""Taking arrays of the simulated device apart into memory and layout, and putting them together again.
+"""Taking simulated arrays apart into memory and layout, and building them again.
 
 Two ways, as for real devices:
 
@@ -52,7 +52,7 @@ def describe(array: Array) -> Description:
 def rebuild(
     allocation: SimulatedAllocation, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: Any
 ) -> Array:
-    """Return an array on `allocation`; the parameters are those of :class:`Description`. Does not touch the bytes.
+    """Return an array on `allocation`, of a :class:`Description`. Touches no byte.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def rebuild(
 
 
 def to_frames(array: Array) -> tuple[dict[str, Any], list[Array]]:
-    """Return a header and one frame: all bytes from the first to the last element, on the array's own memory."""
+    """Return a header and one frame: all bytes of the array, on its own memory."""
     low, high = array.layout.span
     header = {
         "offset": array.offset - low,

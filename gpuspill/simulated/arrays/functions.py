@@ -74,7 +74,7 @@ def look(
     cls: type[A], function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, what: str,
     host: Collection[int | str] = (),
 ) -> Any:  # fmt: skip
-    """Compute what is usually a view: without using the memory if it is, by :func:`launch` if it is not.
+    """Compute what is usually a view without using memory; else by :func:`launch`.
 
     A view may be taken of memory that a copy is still writing to; a copy of it may not.
     """

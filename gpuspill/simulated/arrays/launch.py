@@ -30,7 +30,7 @@ def implicit(host: HostArray) -> TypeError:
 
 
 def dense_bytes(array: HostArray) -> HostArray | None:
-    """Return an array's memory as bytes in the order of their addresses, or None if there are gaps or overlaps."""
+    """Return an array's memory as bytes by address; None with gaps or overlaps."""
     if array.nbytes == 0:
         return np.empty(0, np.uint8)
     ordered = array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))

@@ -67,7 +67,7 @@ class ArrayView:
         strides: tuple[int, ...],
         dtype: np.dtype[Any],
     ) -> Self:
-        """Return an array of this type on an allocation. Checks nothing: a class may have another constructor."""
+        """Return an array of this type on an allocation. Checks nothing."""
         array = cls.__new__(cls)
         ArrayView.__init__(array, allocation, offset, shape, strides, dtype)
         return array
@@ -128,7 +128,7 @@ class ArrayView:
         return Layout(self._offset, self._shape, self._strides, self._dtype.str, self._dtype.itemsize)
 
     def on_host(self) -> HostArray:
-        """Return the bytes as NumPy sees them. For the simulation only: nothing checks whether they are there yet."""
+        """Return the bytes as NumPy sees them, unordered. For the simulation only."""
         if self.size == 0:
             self._allocation.require()
             return np.empty(self._shape, self._dtype)

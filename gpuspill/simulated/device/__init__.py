@@ -1,1 +1,1 @@
-"""Parts of the simulated device: its clock, memory, streams and hooks. See :mod:`gpuspill.simulated.device.device`."""
+"""Parts of the simulated device: its clock, memory, streams and hooks."""

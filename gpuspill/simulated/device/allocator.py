@@ -60,7 +60,7 @@ class Allocator:
             return MemoryInfo(heap.capacity - heap.live_bytes, heap.capacity)
 
     def allocate(self, nbytes: int, *, fill: bool) -> SimulatedAllocation:
-        """Return new memory, filled with :data:`FRESH` if asked to. Errors as :meth:`Device.allocate`."""
+        """Return new memory, of :data:`FRESH` if asked. Errors as :meth:`Device.allocate`."""
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         address = self._reserve(nbytes)

@@ -25,7 +25,7 @@ class Clock(ABC):
         """Block the calling thread until :meth:`now` is at least `moment`."""
 
     def call(self) -> AbstractContextManager[None]:
-        """Mark what the simulation does itself, where a device would be asked; a clock may count that otherwise."""
+        """Mark what the simulation does itself; a clock may count that otherwise."""
         return nullcontext()
 
 
@@ -45,7 +45,7 @@ class RealClock(Clock):
 
 
 class ManualClock(Clock):
-    """A clock for tests: it stands still until moved, so nothing depends on how fast the machine is.
+    """A clock for tests: it stands still until it is moved.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class ManualClock(Clock):
                 self._waiting -= 1
 
     def wait_for_waiters(self, count: int) -> None:
-        """Block until `count` threads are blocked in :meth:`wait_until`: to sequence tests without sleeping."""
+        """Block until `count` threads are in :meth:`wait_until`: to sequence tests."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._waiting >= count, self._guard):
                 raise RuntimeError(f"waited {self._guard} s for {count} waiting threads, there are {self._waiting}")

@@ -9,7 +9,7 @@ __all__ = ["Configuration"]
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Properties of a simulated device; :class:`~gpuspill.simulated.device.device.SimulatedDevice` describes them.
+    """Properties of a simulated device; ``SimulatedDevice`` describes them.
 
     Raises
     ------

@@ -134,7 +134,7 @@ class SimulatedDevice(Device):
         }
 
     def configure(self, **changes: Any) -> None:
-        """Change some of the properties that have a name above, but for the last two, for all later work.
+        """Change some of the properties above, but for the last two, for later work.
 
         Raises
         ------
@@ -167,7 +167,7 @@ class SimulatedDevice(Device):
         return self._allocator.allocate(nbytes, fill=self.configuration.checks)
 
     def adopt(self, storage: HostArray) -> SimulatedAllocation:
-        """Return new memory whose bytes are `storage` itself: how results of computations come to the device.
+        """Return new memory whose bytes are `storage`: so results come to the device.
 
         Parameters
         ----------
@@ -182,7 +182,7 @@ class SimulatedDevice(Device):
         return self._allocator.adopt(storage)
 
     def borrow(self, identity: AllocationId, owner: object, token: object = None) -> SimulatedAllocation:
-        """Return the allocation of an array: here, memory of arrays and memory of the port are the same."""
+        """Return the allocation of an array: the port's memory and its own are the same."""
         if not isinstance(owner, SimulatedAllocation) or owner.identity != identity:
             raise ValueError(f"{owner!r} does not own {identity}")
         return self._own(owner)
@@ -229,7 +229,7 @@ class SimulatedDevice(Device):
         return self._copy_streams[kind]
 
     def current_stream(self) -> SimulatedStream:
-        """Return the stream on which this context computes: the default one, or that of :meth:`use_stream`."""
+        """Return the stream on which this context computes; see :meth:`use_stream`."""
         return self.kernels.stream
 
     @contextmanager
@@ -244,7 +244,7 @@ class SimulatedDevice(Device):
         return stream
 
     def fence(self, allocation: Allocation) -> SimulatedEvent:
-        """Return an event for all that was enqueued so far for an allocation; see :meth:`Device.fence`."""
+        """Return an event for all that was enqueued for an allocation; see the port."""
         with self._lock:
             return self._schedule.after(self._own(allocation))
 
@@ -265,7 +265,7 @@ class SimulatedDevice(Device):
     def enqueue_copy(
         self, kind: StreamKind, allocation: SimulatedAllocation, layout: Layout, host: HostArray, stream: Stream
     ) -> SimulatedEvent:
-        """Enqueue a copy between part of an allocation, which may have gaps if it is the source, and a host array."""
+        """Enqueue a copy between part of an allocation and a host array."""
         ours = self._ours(stream)
         configuration = self.configuration
         copy = Copy(kind, allocation, layout, host, checks=configuration.checks, moves=configuration.moves)
@@ -335,7 +335,7 @@ class SimulatedDevice(Device):
             heap.peak_bytes = heap.live_bytes
 
     def start_timeline(self) -> None:
-        """Note from now on what is done when; what was noted before is forgotten. Takes memory for each copy."""
+        """Note from now on what is done when, forgetting what was noted."""
         with self._lock:
             self._schedule.timeline = []
 

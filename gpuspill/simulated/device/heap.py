@@ -86,7 +86,7 @@ class Heap:
 
 
 class FragmentedHeap(Heap):
-    """Has as many addresses as bytes: an allocation needs free ones side by side, and gets the fewest that will do.
+    """Has as many addresses as bytes: allocations need adjacent ones; best fit.
 
     As a pool of one piece does. O(n log n) for each allocation.
     """

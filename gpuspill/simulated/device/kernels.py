@@ -1,4 +1,4 @@
-"""Computations on the simulated device: done at once by NumPy, but enqueued on a stream like anything else."""
+"""Computations on the simulated device: NumPy's, enqueued on a stream."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Kernels:
         writes: Iterable[SimulatedAllocation],
         seconds: float,
     ) -> SimulatedEvent:
-        """Enqueue a computation on the current stream and wait for the bytes it needs; the caller then computes.
+        """Enqueue a computation on the current stream and wait for its inputs.
 
         It needs the bytes of copies that it is ordered after and that have not landed. That wait is
         the simulation's, not the program's: those copies do not count as observed.

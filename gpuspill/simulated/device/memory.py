@@ -106,7 +106,7 @@ class SimulatedAllocation(Allocation):
 
     @property
     def storage(self) -> HostArray:
-        """The bytes themselves. For the simulation only: a reader has to be ordered after their writer."""
+        """The bytes. For the simulation only: readers have to be ordered after writers."""
         if self._storage is None:
             raise UseAfterFree(f"{self!r} was freed")
         return self._storage

@@ -1,4 +1,4 @@
-"""A simulated device that says what its use would have cost the host: links, calls, pinning and copies in host memory.
+"""A simulated device that says what its use would cost the host.
 
 Nothing sleeps, and unless it is told to, no byte moves: a clock accounts for all of it
 (:class:`ThreadClock`). So gigabytes can be copied at the speed of a link on a machine that has
@@ -191,7 +191,7 @@ class ModelledDevice(SimulatedDevice):
         return fresh / self.costs.fresh + (nbytes - fresh) / self.costs.memcpy
 
     def _fresh_nbytes(self, host: HostArray) -> int:
-        """Return how many bytes of it are on pages that are touched for the first time, which they are now."""
+        """Return how many bytes of it are on pages that are touched for the first time."""
         memory: Any = host
         while isinstance(memory, np.ndarray | memoryview):
             memory = memory.base if isinstance(memory, np.ndarray) else memory.obj

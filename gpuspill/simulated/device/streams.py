@@ -1,4 +1,4 @@
-"""Streams and events of the simulated device, and its schedule: what is ordered after what, and when it is done.
+"""Streams, events and the schedule of the simulated device: order and time of work.
 
 Work is numbered within its stream. A stream remembers, for every other stream, up to which number
 it is ordered after it (a vector clock), and an event is a snapshot of that. So "is this ordered
@@ -52,14 +52,14 @@ class SimulatedEvent(Event):
         self.copy = copy
 
     def done(self) -> bool:
-        """Whether everything before it is done, by the device's clock; if so, the bytes move now."""
+        """Whether everything before it is done, by the clock; if so, the bytes move now."""
         if self._schedule.clock.now() < self.due:
             return False
         self._schedule.complete(self)
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block the calling thread until everything before it is done; seconds are those of the device's clock."""
+        """Block until everything before it is done; seconds of the device's clock."""
         clock = self._schedule.clock
         if timeout is not None and (deadline := clock.now() + timeout) < self.due:
             clock.wait_until(deadline)
@@ -225,7 +225,7 @@ class Schedule:
                 self._complain(stream, what, repr(allocation), mark)
 
     def check_host(self, stream: SimulatedStream, copy: Copy, what: str) -> bool:
-        """Raise UnorderedAccess if an unordered copy in flight uses the same host memory and either writes to it.
+        """Raise UnorderedAccess if an unordered copy in flight conflicts in host memory.
 
         Returns
         -------
@@ -254,7 +254,7 @@ class Schedule:
         )
 
     def in_flight(self, host_range: HostRange | None = None) -> list[tuple[SimulatedStream, Copy]]:
-        """Return the copies that were not observed; only those that use `host_range`, if it is given."""
+        """Return the copies that were not observed; of `host_range` only, if given."""
         return [
             (stream, copy)
             for stream in self.streams
@@ -273,7 +273,7 @@ class Schedule:
     # -- completing --------------------------------------------------------------------------------
 
     def complete(self, event: SimulatedEvent) -> None:
-        """Wait until `event` is due, move the bytes of all copies before it, and count them as observed.
+        """Wait until `event` is due; move the bytes of copies before it, as observed.
 
         Raises
         ------
@@ -298,7 +298,7 @@ class Schedule:
             raise problems[0]
 
     def reach(self, stream: SimulatedStream, number: int, due: float) -> None:
-        """Wait until work of a stream is due and move the bytes of its copies, without counting them as observed."""
+        """Wait until work is due and move its bytes, without observing the copies."""
         if self.clock.runs_by_itself:
             # Moving the bytes takes real time, which is part of the time that the copy is to take.
             self._carry(stream, number)

@@ -1,4 +1,4 @@
-"""Time as it would have been: each thread's own, made of what it computed and of what a model says of the rest."""
+"""Modelled time: each thread's own, of what it computed and what a model adds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ThreadClock"]
 
 @dataclass(slots=True)
 class _Thread:
-    """What is known of a thread: processor time at its begin and of what is left out, and time that is modelled.
+    """What is known of a thread: its processor time, what is left out, modelled time.
 
     It is the context of its calls, too, so that to count one costs next to nothing of the time that
     counts.
@@ -107,7 +107,7 @@ class ThreadClock(Clock):
         self._here().modelled += seconds
 
     def call(self) -> AbstractContextManager[None]:
-        """Count what a block takes as a call of the driver, whatever it takes; may be nested, and counts once."""
+        """Count what a block takes as one call of the driver; may be nested."""
         return self._here()
 
     @property
@@ -116,13 +116,13 @@ class ThreadClock(Clock):
         return not self._here().inside
 
     def python(self) -> float:
-        """Return the processor time of the process that counts, in seconds, of all threads together."""
+        """Return the process's processor time that counts, in seconds, of all threads."""
         with self._lock:
             left_out = sum(thread.left_out for thread in self._threads.values())
             return time.process_time() - self._began - left_out
 
     def elapsed(self) -> float:
-        """Return the seconds since all began, by the slowest; the interpreter's lock lets only one compute at a time.
+        """Return the seconds since the start, by the slowest thread; one computes at a time.
 
         Of other threads, as of when they last asked for the time or called the driver.
         """

@@ -31,7 +31,7 @@ class CannotBuild(RuntimeError):
 
 
 def _header() -> Path:
-    """Return the directory of ``cuda.h``: of the wheel of CUDA's runtime, or of an installed toolkit."""
+    """Return the directory of ``cuda.h``: of the runtime's wheel, or a toolkit."""
     places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
     spec = importlib.util.find_spec("nvidia")
     for package in (spec.submodule_search_locations if spec else None) or ():
@@ -65,7 +65,7 @@ def build(directory: str | os.PathLike[str]) -> Path:
 
 
 def load(path: str | os.PathLike[str]) -> StandIn:
-    """Load the stand-in into this process, before any library that needs the driver; return what controls it.
+    """Load the stand-in into this process, before libraries; return its control.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class StandIn:
         library.standin_speed.argtypes = [ctypes.c_long, ctypes.c_double]
 
     def count(self, what: str) -> int:
-        """Return a count: ``live_bytes``, ``pageable_copies``, ``waits`` and others, or the calls of a function.
+        """Return a count, such as ``live_bytes`` or ``waits``, or calls of a function.
 
         0 for a function that was never called.
         """
@@ -137,7 +137,7 @@ class StandIn:
         self._library.standin_fail(function.encode(), int(result), skip, times)
 
     def speed(self, *, latency: float = 1e-4, bandwidth: float = 0.0) -> None:
-        """Set how late work is done, in seconds after it was enqueued, and bytes a second of a copy (0: no limit)."""
+        """Set how late work is done, seconds, and a copy's bytes/s (0: no limit)."""
         self._library.standin_speed(int(latency * 1e9), bandwidth)
 
     @contextmanager
@@ -151,7 +151,7 @@ class StandIn:
 
     @contextmanager
     def marking(self) -> Iterator[list[str]]:
-        """Record which functions the calling thread calls; the list is filled at the end of the block."""
+        """Record which functions this thread calls; the list is filled at the end."""
         names: list[str] = []
         self._library.standin_mark(1)
         try:
