@@ -72,10 +72,10 @@ class LocalCUDACluster(LocalCluster):
 
     Notes
     -----
-    ``device_memory_limit`` is handed to gpuspill: ``"default"`` leaves it to ``gpuspill.device-memory-limit`` (0.8 of
-    the device), and ``"auto"``, 0 and None mean no limit, as in dask-cuda. All other options of gpuspill come from
-    dask's configuration, see :class:`~gpuspill.config.Settings`. As any cluster, it is to be used and closed in one
-    thread.
+    ``device_memory_limit`` is handed to gpuspill: ``"default"`` leaves it to
+    ``gpuspill.device-memory-limit`` (0.8 of the device), and ``"auto"``, 0 and None mean no limit,
+    as in dask-cuda. All other options of gpuspill come from dask's configuration, see
+    :class:`~gpuspill.config.Settings`. As any cluster, it is to be used and closed in one thread.
 
     Examples
     --------

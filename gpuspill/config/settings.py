@@ -100,9 +100,10 @@ class Settings:
         directory, and returns a :class:`~gpuspill.storage.base.Store` or any ``MutableMapping[str,
         bytes]``, such as a ``zict.File`` or an ``fsspec.get_mapper("s3://...")``. None: files.
     eviction_policy
-        In which order values leave memory. A subclass of :class:`~gpuspill.core.policy.EvictionPolicy` or a function
-        that returns one, where to import it from, or its name among the entry points in ``gpuspill.policies``. It is
-        called once for each tier of memory, with the table of values. None: by last use and next known use
+        In which order values leave memory. A subclass of
+        :class:`~gpuspill.core.policy.EvictionPolicy` or a function that returns one, where to
+        import it from, or its name among the entry points in ``gpuspill.policies``. It is called
+        once for each tier of memory, with the table of values. None: by last use and next known use
         (:class:`~gpuspill.core.policy.NextUsePolicy`).
     """
 

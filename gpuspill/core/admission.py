@@ -6,10 +6,10 @@ was not tried yet and that a thread is left to write, or memory that is about to
 none is left it is let in all the same and counted as an *overrun*, so admission alone never stops a
 worker.
 
-Overruns are let in one at a time. While one has not ended and memory is over its limit, the next one waits for its
-end. It does not if the one before may itself wait for others in line (:meth:`Room.detach`), nor if either is as small
-as values that are spilled last. :meth:`Room.relent` ends that wait after a time, as no one can know for sure what a
-task waits for.
+Overruns are let in one at a time. While one has not ended and memory is over its limit, the next
+one waits for its end. It does not if the one before may itself wait for others in line
+(:meth:`Room.detach`), nor if either is as small as values that are spilled last.
+:meth:`Room.relent` ends that wait after a time, as no one can know for sure what a task waits for.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class Candidates:
     small_below
         ``small_below(limit)`` tells below how many bytes a value is small.
     policy
-        Makes the eviction policy from the table of values; None: :class:`~gpuspill.core.policy.NextUsePolicy`.
+        Makes the eviction policy from the table of values; None:
+        :class:`~gpuspill.core.policy.NextUsePolicy`.
     failed
         Called once, with what such a policy has done wrong.
 

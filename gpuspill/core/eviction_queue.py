@@ -103,8 +103,8 @@ class EvictionQueue:
         Parameters
         ----------
         vid, order, dead, clean, first
-            See :meth:`EvictionPolicy.insert <gpuspill.core.policy.EvictionPolicy.insert>`. Say with :meth:`dirty` when
-            the copy below is given up.
+            See :meth:`EvictionPolicy.insert <gpuspill.core.policy.EvictionPolicy.insert>`. Say with
+            :meth:`dirty` when the copy below is given up.
         small
             It goes last, whatever else is known of it. Its size must not change while it is in.
         """

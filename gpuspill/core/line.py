@@ -1,8 +1,9 @@
 """The line of those who wait for room: the most urgent first, now and then the oldest.
 
-Priorities alone would let one asker wait for ever behind a stream of more urgent ones. So every :data:`AGEING`-th
-turn is that of the one who has waited longest. An asker with `n` others before it in age is served within
-``AGEING * (n + 1)`` turns, whatever comes later, and the most urgent one waits for one turn more at most.
+Priorities alone would let one asker wait for ever behind a stream of more urgent ones. So every
+:data:`AGEING`-th turn is that of the one who has waited longest. An asker with `n` others before it
+in age is served within ``AGEING * (n + 1)`` turns, whatever comes later, and the most urgent one
+waits for one turn more at most.
 """
 
 from __future__ import annotations

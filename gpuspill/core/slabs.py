@@ -42,8 +42,9 @@ class Slabs:
 
     Notes
     -----
-    Not thread-safe. Each method takes time in proportion to the number of blocks that it returns or is given, times the
-    number of sizes that there are; but :meth:`remove_idle` and :meth:`validate`.
+    Not thread-safe. Each method takes time in proportion to the number of blocks that it returns or
+    is given, times the number of sizes that there are; but :meth:`remove_idle` and
+    :meth:`validate`.
     """
 
     def __init__(self, slab_nbytes: int, smallest: int) -> None:

@@ -62,7 +62,8 @@ class Spills:
         Returns
         -------
         int or None
-            The proxy whose value the caller must now serialise and write, ending with :meth:`complete` or :meth:`fail`.
+            The proxy whose value the caller must now serialise and write, ending with
+            :meth:`complete` or :meth:`fail`.
         """
         self._room.balance()
         while force or self._memory.excess() > 0:

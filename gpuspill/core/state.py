@@ -11,7 +11,8 @@ The decisions are made by the parts:
 - what may be evicted, and in which order: :mod:`gpuspill.core.candidates`;
 - the quota of the disk and the records that are given up for it: :mod:`gpuspill.core.records`;
 - how values leave memory and are forgotten: :mod:`gpuspill.core.lifetimes`;
-- who may add bytes now and who waits (reservations, admission without deadlock): :mod:`gpuspill.core.admission`;
+- who may add bytes now and who waits (reservations, admission without deadlock):
+  :mod:`gpuspill.core.admission`;
 - moves down and up, and how they end: :mod:`gpuspill.core.spills`, :mod:`gpuspill.core.restores`.
 
 It does *not* cover:
@@ -69,7 +70,8 @@ class SpillState:
         ``small_below(limit)`` tells below how many bytes a value is small, and so a victim only if
         no other can go; see :func:`gpuspill.core.eviction_queue.small_below`.
     policy
-        Makes the eviction policy from the table of values; None: :class:`~gpuspill.core.policy.NextUsePolicy`.
+        Makes the eviction policy from the table of values; None:
+        :class:`~gpuspill.core.policy.NextUsePolicy`.
     block_nbytes
         Bytes of which each record takes a whole number on disk.
     make_entry, entries

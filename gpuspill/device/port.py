@@ -15,11 +15,12 @@ learnt, from an event, a stream or the device, that work is done. Time passing o
 
 Ownership
 ---------
-An :class:`Allocation` owns its memory and is kept alive by references: that of its allocating code and those of
-every array built on it. The memory is freed when the last of them goes. :meth:`Device.free` gives it up earlier and
-is for the one who allocated it and built no array on it, or dropped them all (a restore that failed half way).
-Freeing twice is an error, and so is any use afterwards. Memory that a library allocated (an array made by a user's
-task) is borrowed (:meth:`Device.borrow`) and never freed through the port: drop its arrays, and the library frees it.
+An :class:`Allocation` owns its memory and is kept alive by references: that of its allocating code
+and those of every array built on it. The memory is freed when the last of them goes.
+:meth:`Device.free` gives it up earlier and is for the one who allocated it and built no array on
+it, or dropped them all (a restore that failed half way). Freeing twice is an error, and so is any
+use afterwards. Memory that a library allocated (an array made by a user's task) is borrowed
+(:meth:`Device.borrow`) and never freed through the port: drop its arrays, and the library frees it.
 
 Identity
 --------
@@ -43,12 +44,13 @@ two directions run at the same time.
 
 Ordering
 --------
-Enqueueing says nothing about when. Three things order work B after work A: both are on one stream; the stream of B
-waited for an event of A's stream that was recorded after A (:meth:`Stream.wait`, which blocks no thread); or a host
-thread observed that A is done before it enqueued B. **A copy from an allocation must be ordered after its
-producer.** Where the producer's stream is known, record an event there (:meth:`Device.produced`); where it is not,
-which is the rule for what tasks return, :meth:`Device.fences` has events that cover all producers that it can know of,
-or else :meth:`Device.synchronize` observes everything. A copy *into* an allocation must be ordered after
+Enqueueing says nothing about when. Three things order work B after work A: both are on one stream;
+the stream of B waited for an event of A's stream that was recorded after A (:meth:`Stream.wait`,
+which blocks no thread); or a host thread observed that A is done before it enqueued B. **A copy
+from an allocation must be ordered after its producer.** Where the producer's stream is known,
+record an event there (:meth:`Device.produced`); where it is not, which is the rule for what tasks
+return, :meth:`Device.fences` has events that cover all producers that it can know of, or else
+:meth:`Device.synchronize` observes everything. A copy *into* an allocation must be ordered after
 every use of the bytes it replaces.
 
 Completion

@@ -1,8 +1,8 @@
 """Attaching gpuspill to a worker: the one thing behind all ways of switching it on.
 
 ``data=gpuspill.data(...)``, ``--preload gpuspill``, ``gpuspill.Worker`` and
-:class:`~gpuspill.distributed.plugin.SpillPlugin` all end in :func:`attach`, which may be called any number of
-times.
+:class:`~gpuspill.distributed.plugin.SpillPlugin` all end in :func:`attach`, which may be called any
+number of times.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ def statistics(client: Any, *, detail: bool = False) -> Any:
     -------
     pandas.DataFrame
         A row a worker (the index holds the addresses), a column for each attribute of
-        :class:`~gpuspill.manager.statistics.Statistics`, in bytes, seconds and counts. Workers without gpuspill have
-        no row; if that is all of them, a warning is logged, once. From an asynchronous client: an awaitable of it.
+        :class:`~gpuspill.manager.statistics.Statistics`, in bytes, seconds and counts. Workers
+        without gpuspill have no row; if that is all of them, a warning is logged, once. From an
+        asynchronous client: an awaitable of it.
 
     Raises
     ------

@@ -187,7 +187,8 @@ async def recover(worker: Any, key: Any) -> bool:
     Returns
     -------
     bool
-        Whether it can. If not, the key stays: its readers get :exc:`~gpuspill.errors.DataLostError`.
+        Whether it can. If not, the key stays: its readers get
+        :exc:`~gpuspill.errors.DataLostError`.
     """
     ts = worker.state.tasks.get(key)
     if ts is None or key not in worker.data:

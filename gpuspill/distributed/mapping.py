@@ -97,9 +97,10 @@ class SpillStore(MutableMapping[Hashable, object]):
 
     Notes
     -----
-    Thread-safe. Setting, deleting, membership, length and iteration never do I/O and never wait for it. Deleting
-    raises nothing but KeyError and reads nothing. Reading a spilled value blocks the calling thread; on the event
-    loop's thread it is counted (:attr:`~gpuspill.manager.statistics.Statistics.loop_io`) and warned about; use
+    Thread-safe. Setting, deleting, membership, length and iteration never do I/O and never wait for
+    it. Deleting raises nothing but KeyError and reads nothing. Reading a spilled value blocks the
+    calling thread; on the event loop's thread it is counted
+    (:attr:`~gpuspill.manager.statistics.Statistics.loop_io`) and warned about; use
     :meth:`async_get` there.
 
     It defines neither ``fast`` nor ``evict()``, by which distributed's memory monitor would spill

@@ -10,8 +10,9 @@ side gets depends on what it can do with it:
 * Peers without gpuspill in the same process, and those that restrict how values are serialised, get
   the value. It is decoded for them and not put in memory here.
 
-Bytes read for sending are in memory until they are written to the network. They are bounded by a :class:`SendBuffer`,
-not by the store's budget: making room for them there would evict what tasks need.
+Bytes read for sending are in memory until they are written to the network. They are bounded by a
+:class:`SendBuffer`, not by the store's budget: making room for them there would evict what tasks
+need.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class Admitter:
             sizes in bytes: :meth:`settle` gives back what is promised for one. What is left of it
             goes when the inputs are there.
         kind, order
-            A smaller order is served first, and among equals a task before a transfer; see :mod:`gpuspill.core.line`.
+            A smaller order is served first, and among equals a task before a transfer; see
+            :mod:`gpuspill.core.line`.
 
         Raises
         ------
@@ -126,8 +127,8 @@ class Admitter:
     def pin(self, keys: Iterable[Hashable]) -> Admission:
         """Pin values where they are, without asking for room to bring them into memory.
 
-        For callers that do not need them in memory, such as :meth:`gpuspill.manager.batch.Gatherer.export`.
-        Unknown keys are left out.
+        For callers that do not need them in memory, such as
+        :meth:`gpuspill.manager.batch.Gatherer.export`. Unknown keys are left out.
         """
         return self._pin_at_once(keys, "omit", self._ask_for_none)
 

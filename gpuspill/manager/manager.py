@@ -91,11 +91,14 @@ class ProxifyManager:
     admission
         Pins, and promises of room: :class:`~gpuspill.manager.admitter.Admitter`.
     batch
-        Several values at once, for tasks and for transfers: :class:`~gpuspill.manager.batch.Gatherer`.
+        Several values at once, for tasks and for transfers:
+        :class:`~gpuspill.manager.batch.Gatherer`.
     uses
-        Next uses, and what is brought back ahead of them: :class:`~gpuspill.manager.prefetch.Prefetcher`.
+        Next uses, and what is brought back ahead of them:
+        :class:`~gpuspill.manager.prefetch.Prefetcher`.
     limits
-        Limits, and making values leave before a limit asks for it: :class:`~gpuspill.manager.limits.Evictor`.
+        Limits, and making values leave before a limit asks for it:
+        :class:`~gpuspill.manager.limits.Evictor`.
     stalls, slots, engine
         Waits that take too long; the table of values; the threads.
 

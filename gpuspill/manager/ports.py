@@ -1,7 +1,8 @@
 """The ports of the manager: bytes for values, observers, custody of memory elsewhere.
 
 The worker integration serialises over dask's families (:mod:`gpuspill.distributed.serialization`).
-:class:`PickleSerializer`, which needs nothing but Python, serves the manager outside a worker, and tests.
+:class:`PickleSerializer`, which needs nothing but Python, serves the manager outside a worker, and
+tests.
 """
 
 from __future__ import annotations

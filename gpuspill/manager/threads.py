@@ -56,8 +56,8 @@ class Engine:
     Notes
     -----
     Spill threads start with the first :meth:`wake` and restore threads with the first
-    :meth:`submit`: a store that never spills has no thread. All are daemons, so that a worker that is
-    told to exit in the middle of a write can.
+    :meth:`submit`: a store that never spills has no thread. All are daemons, so that a worker that
+    is told to exit in the middle of a write can.
 
     Nothing that is raised in a thread ends it, be it ``SystemExit`` or what else is no Exception,
     and a thread that ends even so is replaced. While not one thread of a kind can be started, its

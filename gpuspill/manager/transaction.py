@@ -7,10 +7,11 @@ holds the lock for the block. On leaving, what the core decided is collected und
 after it: values let go, records deleted, those who wait told, spill threads woken. The lock is held
 for microseconds: never during I/O, (de)serialisation, a callback, or the destruction of a value.
 
-It is re-entrant only because the garbage collector may run a finaliser in the middle of a block, and that may use the
-store. In such a nested block nothing may change. So each public method of the manager and of its parts says by a
-decorator what becomes of a call in the middle of a change: :func:`reads`, :func:`deferred`, :func:`skipped` or
-:func:`refused`. The test of all of them collects the methods by :func:`policy_of`; one without a policy fails it.
+It is re-entrant only because the garbage collector may run a finaliser in the middle of a block,
+and that may use the store. In such a nested block nothing may change. So each public method of the
+manager and of its parts says by a decorator what becomes of a call in the middle of a change:
+:func:`reads`, :func:`deferred`, :func:`skipped` or :func:`refused`. The test of all of them
+collects the methods by :func:`policy_of`; one without a policy fails it.
 """
 
 from __future__ import annotations

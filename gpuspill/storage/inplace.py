@@ -22,8 +22,9 @@ __all__ = ["FileMemory", "open_in_place"]
 class FileMemory(mmap.mmap):
     """The start of a record's file as memory, which is ``obj`` of every view of it.
 
-    Looking at it reads the file, and kills the process if that fails: use :meth:`fileno` or :meth:`load` instead. It
-    stays valid, whatever becomes of the record, for as long as there are views.
+    Looking at it reads the file, and kills the process if that fails: use :meth:`fileno` or
+    :meth:`load` instead. It stays valid, whatever becomes of the record, for as long as there are
+    views.
 
     Parameters
     ----------

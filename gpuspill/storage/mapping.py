@@ -1,8 +1,8 @@
 """A store in a mapping: records as the values of any ``MutableMapping[str, bytes]``.
 
-So a ``zict.File``, a ``zict.Zip``, an ``fsspec.get_mapper("s3://...")`` or a class of one's own can keep records. Each
-record is one value, complete in itself, in the format of :mod:`gpuspill.storage.record`. It is verified when it is
-read, wherever it was meanwhile.
+So a ``zict.File``, a ``zict.Zip``, an ``fsspec.get_mapper("s3://...")`` or a class of one's own can
+keep records. Each record is one value, complete in itself, in the format of
+:mod:`gpuspill.storage.record`. It is verified when it is read, wherever it was meanwhile.
 """
 
 from __future__ import annotations

@@ -264,8 +264,9 @@ def claimed_parts(footer: memoryview, stored_nbytes: int) -> list[int] | None:
     Returns
     -------
     list of int
-        For each frame the padding before it, and the frame as stored. They add up to `stored_nbytes`. None if there is
-        one frame, or if the footer makes no sense: :func:`decode_record` says why.
+        For each frame the padding before it, and the frame as stored. They add up to
+        `stored_nbytes`. None if there is one frame, or if the footer makes no sense:
+        :func:`decode_record` says why.
     """
     n_frames = _TAIL.unpack_from(footer, footer.nbytes - _TAIL.size)[2] if footer.nbytes >= _TAIL.size else 0
     if n_frames < 2 or footer.nbytes < 17 * n_frames + _TAIL.size:

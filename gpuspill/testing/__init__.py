@@ -1,7 +1,8 @@
 """The test kit, for tests of gpuspill and of stores, devices and policies of others.
 
-:mod:`~gpuspill.testing.store_tests`, :mod:`~gpuspill.testing.devices`, :mod:`~gpuspill.testing.policy_tests` and what
-they use know the ports only, not what stands behind them.
+:mod:`~gpuspill.testing.store_tests`, :mod:`~gpuspill.testing.devices`,
+:mod:`~gpuspill.testing.policy_tests` and what they use know the ports only, not what stands behind
+them.
 
 ======================================== =========================================================================
 :mod:`~gpuspill.testing.pytest_option`   pytest's setting that switches on what follows
@@ -11,7 +12,8 @@ they use know the ports only, not what stands behind them.
 :mod:`~gpuspill.testing.oracle`          what the core has to guarantee, judged by a model that shares no code with it
 :mod:`~gpuspill.testing.machines`        any order of the core's events, each judged by the oracle
 :mod:`~gpuspill.testing.managers`        a manager without threads, which does what it is told
-:mod:`~gpuspill.testing.manager_machine` any order of a manager's events, also in the middle of its moves
+:mod:`~gpuspill.testing.manager_machine` any order of a manager's events, also in the middle of its
+moves
 :mod:`~gpuspill.testing.manager_events`  these events
 :mod:`~gpuspill.testing.manager_model`   what the manager should hold and deliver meanwhile
 :mod:`~gpuspill.testing.interruptions`   what happens in the middle of an operation of a store

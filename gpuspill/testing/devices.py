@@ -14,7 +14,8 @@ have a small capacity of its own (``capacity`` bytes or more, and little more): 
 For messages that show values, before importing this::
 
     pytest.register_assert_rewrite(
-        "gpuspill.testing.device_arrays", "gpuspill.testing.device_copies", "gpuspill.testing.device_memory"
+        "gpuspill.testing.device_arrays", "gpuspill.testing.device_copies",
+        "gpuspill.testing.device_memory"
     )
 
 Nothing here is a measurement: how fast copies are, and whether they overlap, is for benchmarks.

@@ -18,7 +18,8 @@ no deadlock          who waits does so for a value that can leave, or for the en
 no starvation        with n others before it in age, one who waits is served within 8 (n + 1) turns
 no more than needed  without its last victim, what was evicted would not have been enough
 order                a value with a known use is a victim only if no other could go that is needed later, or never; a
-                     small one only if no other could go, and none is waited for unless all of them are enough
+                     small one only if no other could go, and none is waited for unless all of them
+                     are enough
 disk quota           records never take more than is allowed
 stalled              nobody waits for a spill that takes too long, nor for candidates that nobody is left to write
 in use               what was used while it was written, and not compared since, keeps no record of it

@@ -29,7 +29,8 @@ class Reader:
 
     Notes
     -----
-    Thread-safe. What it raises and when it blocks is said in :class:`~gpuspill.tier.tier.DeviceTier`.
+    Thread-safe. What it raises and when it blocks is said in
+    :class:`~gpuspill.tier.tier.DeviceTier`.
     """
 
     def __init__(

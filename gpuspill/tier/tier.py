@@ -42,7 +42,8 @@ SKELETON_NBYTES = 256
 class DeviceTier:
     """Keeps what values have on a device within a limit, by the help of the host's manager.
 
-    A value goes in by :meth:`proxify`, which returns what to store in its place, and comes out by :meth:`resolve`.
+    A value goes in by :meth:`proxify`, which returns what to store in its place, and comes out by
+    :meth:`resolve`.
 
     Parameters
     ----------

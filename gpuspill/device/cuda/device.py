@@ -1,7 +1,8 @@
 """A GPU, by way of a driver: the device port for real hardware, without a word of CUDA.
 
-What is here is bookkeeping: which copies are in flight, what they keep alive, who is asked when memory runs out. All
-that touches the hardware is a call of the :class:`~gpuspill.device.cuda.port.Driver`. The contract is at the head of
+What is here is bookkeeping: which copies are in flight, what they keep alive, who is asked when
+memory runs out. All that touches the hardware is a call of the
+:class:`~gpuspill.device.cuda.port.Driver`. The contract is at the head of
 :mod:`gpuspill.device.port`; the decisions behind this module are in ``docs/design/cuda.md``.
 """
 

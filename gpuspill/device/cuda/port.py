@@ -1,8 +1,8 @@
 """The boundary between a GPU's device object and the libraries that drive it.
 
-Everything that :class:`gpuspill.device.cuda.device.GpuDevice` needs of CUDA, RMM and NVML, and nothing else: so that
-all of its logic runs, and is tested, without any of them. :class:`gpuspill.device.cuda.driver.CudaDriver` is the real
-one.
+Everything that :class:`gpuspill.device.cuda.device.GpuDevice` needs of CUDA, RMM and NVML, and
+nothing else: so that all of its logic runs, and is tested, without any of them.
+:class:`gpuspill.device.cuda.driver.CudaDriver` is the real one.
 
 All methods may be called from any thread, whatever device is current there, and leave that as it
 was. None of them holds the interpreter's lock while it waits or copies. Handles (of streams and

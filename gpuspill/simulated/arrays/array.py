@@ -50,11 +50,13 @@ def _looks(name: str) -> Callable[..., Any]:
 class Array(ArrayView, NDArrayOperatorsMixin):
     """An array whose memory is on a simulated device.
 
-    It behaves as :class:`numpy.ndarray` in computations, and as ``cupy.ndarray`` towards the host: NumPy does not get
-    at its bytes (``numpy.asarray(array)`` and ``memoryview(array)`` raise TypeError), and it does not mix with NumPy
-    arrays. Explicit copies do: :func:`gpuspill.simulated.asarray` and :func:`gpuspill.simulated.asnumpy`; so do
-    ``float(array)``, ``int``, ``complex``, ``bool``, ``bytes``, :meth:`item` and :meth:`tolist`, which copy and wait.
-    Reductions give arrays without axes, not scalars; so does indexing a single element, which is a view.
+    It behaves as :class:`numpy.ndarray` in computations, and as ``cupy.ndarray`` towards the host:
+    NumPy does not get at its bytes (``numpy.asarray(array)`` and ``memoryview(array)`` raise
+    TypeError), and it does not mix with NumPy arrays. Explicit copies do:
+    :func:`gpuspill.simulated.asarray` and :func:`gpuspill.simulated.asnumpy`; so do
+    ``float(array)``, ``int``, ``complex``, ``bool``, ``bytes``, :meth:`item` and :meth:`tolist`,
+    which copy and wait. Reductions give arrays without axes, not scalars; so does indexing a single
+    element, which is a view.
 
     Parameters
     ----------

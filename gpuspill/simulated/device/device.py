@@ -6,9 +6,10 @@ It needs no GPU, no thread and no real time, and it is stricter than a GPU where
 * Copies are late. Their bytes move when they are *observed* (a thread waits for the event, or for
   what is ordered after it), never because time has passed; before that the destination holds a
   poison. A program that forgot to wait reads the poison on every run, and not on one in a thousand.
-* Work that is not ordered after what it depends on raises :class:`~gpuspill.device.port.UnorderedAccess`. This follows
-  from the order that the program established, by vector clocks, whatever the latencies. Ordering is checked for each
-  allocation as a whole.
+* Work that is not ordered after what it depends on raises
+  :class:`~gpuspill.device.port.UnorderedAccess`. This follows from the order that the program
+  established, by vector clocks, whatever the latencies. Ordering is checked for each allocation as
+  a whole.
 * Freeing memory under a copy raises: at once if it was freed through the port, from the copy's
   event if the last reference was dropped. Changing the host's end of a copy to the device raises
   from the event, too.
