@@ -3,7 +3,7 @@
 Those who wait do so in one line, by priority and age (:mod:`gpuspill.core.line`). The first of them
 waits while something can still make room: a spill in flight that has not stalled, a candidate that
 was not tried yet and that a thread is left to write, or memory that is about to be let go. When
-none is left it is let in all the same and counted as an *overrun*, so admission alone never stops a
+none is left it is let in even so and counted as an *overrun*, so admission alone never stops a
 worker.
 
 Overruns are let in one at a time. While one has not ended and memory is over its limit, the next

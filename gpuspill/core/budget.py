@@ -1,7 +1,7 @@
 """Limits of one tier, bytes promised before they move, and the queue of those who wait for room.
 
 Admission is the back-pressure that synchronous spilling had by accident (it stopped the worker) and
-that the first asynchronous attempt lacked (dask/distributed#7742): whoever is about to add bytes
+that the first asynchronous attempt lacked (dask/distributed#7742): a caller about to add bytes
 reserves them first and waits, without holding the event loop, while something can still make room.
 """
 
@@ -31,7 +31,7 @@ class Budget:
     reserved
         Bytes promised to granted reservations and not arrived yet.
     offset
-        Bytes to add when comparing with the limit: process memory that nobody accounts for. May be
+        Bytes to add when comparing with the limit: unmanaged process memory. May be
         negative.
     leaving
         Bytes of copies whose move down is in flight: they count as used until they are gone, but

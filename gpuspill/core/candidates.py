@@ -1,10 +1,10 @@
 """Which values may be evicted, in which order, and which are left alone for a while.
 
-A value is a *candidate* when it is in memory, nobody pins it, nothing moves, no other value keeps
+A value is a *candidate* when it is in memory, not pinned, nothing moves, no other value keeps
 it alive, and it is not unspillable. Two kinds of candidates are set aside until they are tried
 again:
 
-- **held** ones: somebody outside holds on to the value, so evicting it would free nothing;
+- **held** ones: something outside refers to the value, so evicting it would free nothing;
 - **blocked** ones: the last spill failed for a reason that may pass (disk full, quota, I/O error).
 
 Setting them aside is what keeps one bad value from stopping the others. A blocked one stays so when
@@ -32,7 +32,7 @@ class Candidates:
     Parameters
     ----------
     held
-        ``held(pid)`` tells whether somebody outside holds on to a value in memory. Must be fast and
+        ``held(pid)`` tells whether anything outside refers to a value in memory. Must be fast and
         must not call back.
     small_below
         ``small_below(limit)`` tells below how many bytes a value is small.
@@ -79,7 +79,7 @@ class Candidates:
 
     @property
     def held(self) -> int:
-        """Number of values that are set aside because somebody held them."""
+        """Number of values that are set aside because they were held."""
         return len(self._held)
 
     @property

@@ -86,8 +86,8 @@ class EvictionPolicy(ABC):
         clean
             The tier below has a copy, so that evicting it costs nothing.
         first
-            It was a victim before and has not been used since. It should go before those of which
-            the same is known.
+            It was a victim before and has not been used since. It should go before those about
+            which the same is known.
         """
 
     @abstractmethod
@@ -188,7 +188,7 @@ class NextUsePolicy(EvictionPolicy):
         )
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the values; those of which the same is known come in their order."""
+        """Iterate over the values; those with the same known use come in their order."""
         yield from self._dead_clean
         yield from self._dead
         yield from self._recent

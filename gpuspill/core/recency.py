@@ -27,7 +27,7 @@ class Recent:
 
     Notes
     -----
-    All values of which nothing is known wait here, so that a place takes eight bytes, and not the
+    All values without a known use wait here, so that a place takes eight bytes, and not the
     hundred of an ordered dictionary. A proxy that is put in once more, or taken out, leaves its
     places behind, and only the last one of them counts. How many it has is noted in its entry, as a
     negative number while it is not in. Amortised O(1).

@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 
 class Slabs:
-    """Decides who has which part of which slab.
+    """Decides who has which part of a slab.
 
     Parameters
     ----------

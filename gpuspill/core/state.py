@@ -62,7 +62,7 @@ class SpillState:
     disk_limit
         Bytes of records to keep on disk; None for no limit.
     held
-        ``held(pid)`` tells whether somebody outside holds on to a value in memory, so that evicting
+        ``held(pid)`` tells whether anything outside refers to a value in memory, so that evicting
         it would free nothing. Called during decisions; must be fast and must not call back.
     keep_clean
         Keep the record of a restored value, so that evicting it again is not a write.
@@ -73,7 +73,7 @@ class SpillState:
         Makes the eviction policy from the table of values; None:
         :class:`~gpuspill.core.policy.NextUsePolicy`.
     block_nbytes
-        Bytes of which each record takes a whole number on disk.
+        Block size in bytes: a record takes whole blocks on disk.
     make_entry, entries
         See :class:`~gpuspill.core.ledger.Ledger`.
 
@@ -351,7 +351,7 @@ class SpillState:
         self.queue.policy.grace = count
 
     def set_offset(self, nbytes: int) -> None:
-        """Set the bytes of process memory that nobody accounts for (may be negative)."""
+        """Set the bytes of unmanaged process memory (may be negative)."""
         self.memory.offset = nbytes
         self.room.balance()
 
@@ -361,7 +361,7 @@ class SpillState:
         Parameters
         ----------
         held, blocked
-            How many at most of those that somebody held, and of those that could not be written,
+            How many at most of those that were held, and of those that could not be written,
             longest set aside first, so that a call stays short with any number of values.
         """
         self.candidates.retry(held, blocked)

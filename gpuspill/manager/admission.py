@@ -14,7 +14,7 @@ __all__ = ["Admission"]
 
 logger = logging.getLogger("gpuspill")
 
-#: Seconds until whoever waits looks whether there is still something to wait for.
+#: Seconds until a waiting thread looks whether there is still something to wait for.
 _LOOK_AGAIN = 0.5
 
 
@@ -46,7 +46,7 @@ class Admission:
     asked_at
         When it was asked for, by the manager's clock.
     awaited
-        Whether somebody ever waited for it, or asked to be told.
+        Whether any thread ever waited for it, or asked to be told.
 
     Notes
     -----
@@ -133,7 +133,7 @@ class Admission:
             self.awaited = True
             self._callbacks.append(callback)
             if self._settled():
-                self.fulfil()  # it may have come too late for whoever settled it
+                self.fulfil()  # the thread that settled it may not have seen it
             return
         callback()
 
@@ -146,12 +146,11 @@ class Admission:
             try:
                 callback = self._callbacks.popleft()
             except IndexError:
-                return  # somebody else tells the last
+                return  # another thread tells the last
             try:
                 callback()
             except Exception:
-                # It must not raise; the others, and whoever made the room, have nothing to do with
-                # it.
+                # It must not raise: neither the others nor the thread that made room caused it.
                 logger.exception("a callback of an admission failed")
 
     def release(self) -> None:

@@ -161,7 +161,7 @@ class Gatherer:
         """Return a future of what :meth:`materialize` returns, read on the restore threads.
 
         Waits for the admission to be granted. Cancel the future before the admission is released,
-        or reads may begin that nobody needs.
+        or needless reads may begin.
         """
         result: Future[dict[Hashable, Any]] = Future()
         urgency = Urgency.TASK if admission.reservation.kind is Kind.TASK else Urgency.SEND
@@ -192,7 +192,7 @@ class Gatherer:
 
         The value itself where it is in memory; else its record's bytes, checked but not decoded.
         What is on disk stays there, and nothing else has to leave for it: the future never waits
-        for room. Whoever sends bounds what is under way.
+        for room. The sender bounds what is under way.
 
         Parameters
         ----------
@@ -288,7 +288,7 @@ class Gatherer:
 
         def read() -> None:
             try:
-                # Nobody waits for it if the whole was cancelled.
+                # If the whole was cancelled, its outcome is not needed.
                 future.set_result(None if result.cancelled() else self._restorer.fetch(key, pid, lend))
             except BaseException as error:
                 future.set_exception(answerable(error))

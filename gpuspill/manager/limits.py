@@ -72,7 +72,7 @@ class Evictor:
     def evict_all(self) -> None:
         """Spill what can be spilled now, and wait for it. Blocks; for tests and benchmarks.
 
-        What somebody holds, or what cannot be written, stays.
+        What is held, or cannot be written, stays.
         """
         with self._metadata as state:
             if self._metadata.closed:

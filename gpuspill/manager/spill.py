@@ -30,7 +30,7 @@ __all__ = ["Spiller"]
 
 logger = logging.getLogger("gpuspill")
 
-#: Seconds between two looks at what somebody held: first, and at most. A look costs microseconds.
+#: Seconds between two looks at what was held: first, and at most. A look costs microseconds.
 _HELD = (0.01, 0.2)
 #: How many of those values are looked at again at a time.
 _HELD_AT_A_TIME = 1000
@@ -276,7 +276,7 @@ class Spiller:
                 self._stop(each, error)
                 continue
             each.writing = shared + clock() - start
-            # The frames alias the value; with them alive it would look held by somebody.
+            # The frames alias the value; with them alive it would look held.
             each.value, each.frames = None, ()
 
     def _write_together(self, spills: Sequence[_Spill]) -> None:
@@ -343,8 +343,8 @@ class Spiller:
         """Find out whether a record still matches a value that may have changed meanwhile.
 
         Who was given the value meanwhile may have changed it, or may be about to; so may who held
-        it before, which is evicted all the same in the end, and who has another value with which it
-        shares memory. A value that nobody had in hand costs nothing here.
+        it before, which is evicted in the end, and who has another value with which it
+        shares memory. A value that no caller had in hand costs nothing here.
         """
         slots = self._metadata.slots
         slot = slots[pid]

@@ -57,7 +57,7 @@ class Statistics:
     unspillable
         Values in memory that cannot be serialised.
     set_aside
-        Values that could not be evicted when tried: held by somebody else, or the disk refused
+        Values that could not be evicted when tried: held elsewhere, or the disk refused
         them.
     waits
         Admissions that had to wait.
@@ -80,7 +80,7 @@ class Statistics:
     records_reclaimed
         Clean copies given up to make room within the disk limit.
     estimated_nbytes
-        Bytes of values of types for which nobody registered a size, wherever they are: what they
+        Bytes of values of types without a registered size, wherever they are: what they
         claim by their array interface or ``nbytes``.
     device_limit
         Bytes of values to keep on the device; None for no limit or no device. What left the device
@@ -92,7 +92,7 @@ class Statistics:
     device_spilled_nbytes
         Bytes of values of the device that are not on it.
     device_lingering_nbytes
-        Bytes that are still on the device because somebody has a view on what left.
+        Bytes that are still on the device because a view on what left is alive.
     device_host_pinned_nbytes, device_host_pinned_used_nbytes
         Bytes of host memory that are pinned for what left the device, and the part in use. What is
         in use counts in `host_nbytes` as well.

@@ -266,12 +266,12 @@ class Metadata:
 
     @property
     def held_here(self) -> bool:
-        """Whether the calling thread, which is in no block, is in the middle of one all the same.
+        """True if this thread, though in no block, already holds the lock.
 
         So it is in a finaliser that runs in the middle of one, or just when one begins or ends.
         """
         try:
-            self._owner.notify(0)  # wakes nobody, but has to be asked by whoever has the lock
+            self._owner.notify(0)  # wakes no thread, but needs the lock
         except RuntimeError:
             return False
         return True
@@ -283,7 +283,7 @@ class Metadata:
 
     def __exit__(self, *_: object) -> None:
         if self._depth > 1:
-            # What the event in the middle of which we are has decided so far is for the outer block
+            # What the event that we are in the middle of has decided so far is for the outer block
             # to carry out.
             self._depth -= 1
             self._lock.release()
@@ -403,7 +403,7 @@ class Metadata:
         while values:
             value = values.pop()
             # To let a list of many objects go is one long call, during which no other thread runs,
-            # the event loop's included. Of this one nobody else knows.
+            # the event loop's included. No other thread knows of this one.
             if type(value) is list and getrefcount(value) == 2:
                 while value:
                     del value[-_PIECE:]
@@ -466,7 +466,7 @@ def reads(method: F) -> F:
 
 
 def deferred_in_pieces(method: F) -> F:
-    """Mark a generator each piece of which is a :func:`deferred` method."""
+    """Mark a generator whose pieces are each a :func:`deferred` method."""
     vars(method)["policy"] = Policy.DEFERRED
     return method
 

@@ -26,7 +26,7 @@ class Builder:
     families
         Put composites together; None if there are none.
     book
-        Knows the arrays and the composites that somebody still has.
+        Knows the arrays and the composites that are still alive.
 
     Notes
     -----

@@ -78,7 +78,7 @@ class Composite:
 
     @property
     def value(self) -> Any:
-        """The object, while somebody has it; else None."""
+        """The object, while it is alive; else None."""
         return None if self._value is None else self._value()
 
     def remember(self, value: Any) -> None:

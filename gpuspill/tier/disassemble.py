@@ -35,7 +35,7 @@ class Disassembler:
     entry
         Gives memory its unit.
     settle
-        Lets go of what nobody refers to any more.
+        Lets go of what is not referenced any more.
 
     Notes
     -----
@@ -80,7 +80,7 @@ class Disassembler:
             self._give_back(units)
             if isinstance(error, KeyboardInterrupt):
                 raise
-            # Looking into somebody's types runs their code. Storing must not fail for it: then the
+            # Looking into a user's types runs their code. Storing must not fail for it: then the
             # value stays whole.
             logger.debug("cannot take a value of type %s apart", named(type(value)), exc_info=True)
             return value

@@ -1,4 +1,4 @@
-"""How memory that somebody allocated becomes a unit."""
+"""How memory that a task allocated becomes a unit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class UnitIntake:
         ----------
         array
             The array, which counts as in use from now on. None for the memory of a composite, which
-            whoever stores it has in hand.
+            the storing thread has in hand.
         found
             Its description.
         stream

@@ -66,7 +66,7 @@ class Finder:
     def find(self, item: Any) -> ArrayDescription | Literal[FoundKind.COMPOSITE] | None:
         """Describe an array on the device, or say that an object is for the families to take apart.
 
-        None for anything else, and for what nobody here can move.
+        None for anything else, and for what cannot be moved here.
         """
         adapter = self._registry.adapter(type(item))
         if adapter is None and self._families is not None and self._families.takes_apart(type(item)):

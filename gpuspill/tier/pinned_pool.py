@@ -174,7 +174,7 @@ class PinnedPool:
         return lease is not None and lease() is memory
 
     def _settle(self) -> None:
-        """Under the lock: take back what nobody looks at any more."""
+        """Under the lock: take back what is not in use any more."""
         for _ in range(len(self._returned)):
             lease = self._returned.popleft()
             try:
@@ -238,7 +238,7 @@ class PinnedPool:
         return True
 
     def trim(self) -> int:
-        """Give slabs back of which nothing is in use. Returns their bytes."""
+        """Give slabs back that are not in use. Returns their bytes."""
         with self._lock:
             self._settle()
             gone = [self._buffers.pop(number) for number in self._slabs.remove_idle()]

@@ -23,7 +23,7 @@ class Reader:
     Parameters
     ----------
     settle
-        Lets go of what nobody refers to any more.
+        Lets go of what is not referenced any more.
     verify
         Called before something is copied to the device.
 
@@ -140,7 +140,7 @@ def _pass_on(result: Future[Any], source: Future[Any]) -> None:
 
 
 def lost(error: DataLostError, key: Hashable) -> DataLostError:
-    """Return the error under the key of a value, part of which is lost."""
+    """Return the error under the key of a value that is partly lost."""
     return error.retold(f"what {key!r} has on the device is lost: {error.message}", key)
 
 

@@ -5,8 +5,8 @@ memory. Addresses are used again, so what is known of memory that died is worth 
 refers weakly to its token, and memory with another token is the same only as long as the entry's
 own is certain to be kept.
 
-Memory *lingers* when its unit has left the device, or is gone altogether, while somebody still has
-a view on it: its bytes are where they were. They count against the limit, and if the unit is wanted
+Memory *lingers* when its unit has left the device, or is gone altogether, while a view on it
+is alive: its bytes are where they were. They count against the limit, and if the unit is wanted
 again it is put on them without copying.
 """
 
@@ -75,7 +75,7 @@ class Book:
     Notes
     -----
     Thread-safe. Its lock is held for microseconds, and never around a call of a manager, the device
-    or a library. It is re-entrant because the garbage collector may run somebody's finaliser, which
+    or a library. It is re-entrant because the garbage collector may run any finaliser, which
     may come here, in the middle of it. Weak references that die, and skeletons, take no lock: they
     put themselves in a queue that :meth:`settle` empties.
     """
@@ -169,8 +169,8 @@ class Book:
         Parameters
         ----------
         unless_known
-            Whether it is new. Somebody may have entered the same allocation meanwhile: then that
-            unit stays. The unit in force gets a reference.
+            Whether it is new. Another thread may have entered the same allocation meanwhile: then
+            that unit stays. The unit in force gets a reference.
 
         Returns
         -------
@@ -197,7 +197,7 @@ class Book:
             watch = AllocationRef(memory.token, self._gone.append, memory.identity, keeps=keeps)
         except TypeError:
             # It cannot be watched. What is known is given up when the unit leaves, which it does
-            # not while somebody else refers to what keeps it.
+            # not while anything else refers to what keeps it.
             watch = AllocationRef(memory, self._gone.append, memory.identity, keeps=False)
             if self._unkept is None:
                 self._unkept = self._count_references(memory)
@@ -369,7 +369,7 @@ class Book:
         return bool(self.dead or self._departed or self._gone)
 
     def settle(self) -> list[Unit]:
-        """Take into account what died or left; returns the units that nobody refers to any more."""
+        """Take into account what died or left; returns the units without any reference."""
         unused = []
         with self._lock:
             while self.dead:

@@ -111,7 +111,7 @@ class DeviceSerializer:
         return found
 
     def copy_to(self, source: _UnitStream, sink: Callable[[memoryview], object]) -> None:
-        """Copy a unit in pieces, each of which `sink` is called with."""
+        """Copy a unit in pieces, and call `sink` with each."""
         self._copy([source], partial(self._copier.onward, source.allocation, sink))
 
     def copy_into(self, source: _UnitStream, fd: int, before_each: Callable[[], object]) -> bool:
@@ -282,7 +282,7 @@ def _parts(allocation: Allocation, buffers: Sequence[memoryview]) -> list[Part]:
 
 
 class _UnitStream(FrameStream):
-    """The bytes of a unit, on the device until somebody wants them.
+    """The bytes of a unit, on the device until they are wanted.
 
     Raises what is said for the stream, and MemoryError where the host has no buffer. An error that
     the device reports, of this copy or of something before it, is a StorageError: the unit stays

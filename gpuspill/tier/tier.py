@@ -181,8 +181,8 @@ class DeviceTier:
     def proxify(self, value: Any, label: Hashable = None, *, touched: bool = True) -> Any:
         """Return a ``Skeleton`` of a value that has something on the device; else the value.
 
-        Its memory is known from now on and may leave the device as soon as nobody has an array on
-        it. It is given up when the last skeleton with it is.
+        Its memory is known from now on and may leave the device as soon as no caller has an array
+        on it. It is given up when the last skeleton with it is.
 
         Parameters
         ----------
@@ -215,7 +215,7 @@ class DeviceTier:
 
         See :mod:`gpuspill.manager.decode`.
         """
-        # Whoever uses it does so on a stream of its own.
+        # Its users use it on streams of their own.
         self.device.synchronize()
         skeleton = self.proxify(value, key)
         if skeleton is value:
@@ -426,7 +426,7 @@ class DeviceTier:
         self.manager.validate()
         for key in self.manager:
             assert isinstance(key, Unit)
-            assert key.references > 0, f"{key} is kept although nobody refers to it"
+            assert key.references > 0, f"{key} is kept without a reference"
             memory = self.manager.peek(key)
             if type(memory) is TakenApart:
                 assert self.manager.nbytes(key) == 0

@@ -19,7 +19,7 @@ from gpuspill.ending import Ending
 
 __all__ = ["AllocationRef", "Dead", "DeviceMemory", "Internal", "Leaf", "Prepared", "Skeleton", "Unit"]
 
-#: Whether a skeleton died, and units to be counted down by whoever comes next.
+#: Whether a skeleton died, and units to be counted down by the next caller.
 Dead: TypeAlias = "deque[tuple[bool, tuple[Unit, ...]]]"
 
 
@@ -54,13 +54,13 @@ class Unit(Internal):
     nbytes
         Size in bytes.
     estimated
-        Whether the size is what an object claims that nobody knows.
+        Whether the size is what an unknown object claims.
     references
         How many skeletons have it. Once none has, it is gone for good.
     arrays
         The arrays on it that are somewhere in use, by what builds them: recipes, and composites.
     users
-        The keys of which the device's manager knows when they are needed next.
+        The keys whose next use the device's manager knows.
     offered
         What keeps its memory although it has left, while a value on that is being stored.
     streams
@@ -87,7 +87,7 @@ class Unit(Internal):
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody refers to an array on it. Takes no lock."""
+        """Whether an array on it is referenced. Takes no lock."""
         if self.arrays:
             for ref in list(self.arrays.values()):
                 if ref() is not None:
