@@ -29,8 +29,8 @@ SMALL_WORKERS: Mapping[str, object] = {
 }
 """What has to be set to shuffle on workers of a gigabyte or less, whatever their store.
 
-The shuffle's own buffers are made for larger ones (a worker is killed for the gigabyte it may keep in them), and Arrow
-keeps freed memory.
+The shuffle's own buffers are made for larger ones (a worker is killed for the gigabyte it may keep
+in them), and Arrow keeps freed memory.
 """
 
 

@@ -85,7 +85,7 @@ QUICK = Size(
 
 
 PATIENCE = 45.0
-"""Once gpuspill has done a job, the other arms get this many seconds, or three times as long as it took."""
+"""The other arms get this many seconds for a job, or three times what gpuspill took."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ StreamKind: TypeAlias = Literal["to_host", "to_device"]
 """Direction of a copy stream."""
 
 OutOfMemoryHook: TypeAlias = Callable[[int, int], bool]
-"""``hook(nbytes, retries) -> bool``: bytes asked for, how often this allocation was retried; True: try again."""
+"""``hook(nbytes, retries) -> bool``: bytes asked for, retries so far; True: try again."""
 
 
 class Allocation(ABC):

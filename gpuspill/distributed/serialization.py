@@ -32,7 +32,7 @@ from gpuspill.storage.base import Buffer, Frame
 __all__ = ["FOREIGN_HEADER", "DaskSerializer", "DeviceFamilies"]
 
 FOREIGN_HEADER = b""
-"""Header of a record whose only frame is what distributed's ``SpillBuffer`` wrote. No header of ours is empty."""
+"""Header of a record whose only frame ``SpillBuffer`` wrote. No header of ours is empty."""
 
 
 class DaskSerializer:

@@ -15,8 +15,9 @@ __all__ = ["Decoder", "Disperse"]
 Disperse: TypeAlias = Callable[[Hashable, object, int], tuple[object, int] | None]
 """``disperse(key, value, nbytes)`` takes over what a value of so many bytes has on a device.
 
-It returns what to keep in the value's place, which never leaves memory, and the bytes that this takes there; None if
-the value has nothing on a device. Called in the thread that decoded it, without a lock.
+It returns what to keep in the value's place, which never leaves memory, and the bytes that this
+takes there; None if the value has nothing on a device. Called in the thread that decoded it,
+without a lock.
 """
 
 

@@ -193,10 +193,10 @@ class Lend(enum.Enum):
     """What a store may lend instead of memory from ``allocate``, if the caller allows it."""
 
     MEMORY = "memory of the store's own"
-    """For who only looks at the bytes, soon. It may be read-only, lies at any address, and lasts as long as the frames
-    do, whatever becomes of the record."""
+    """For a caller that only looks at the bytes, soon. It may be read-only, lies anywhere, and
+    lasts as long as the frames do, whatever becomes of the record."""
     FILE = "views of the file"
-    """For who can fetch frames from a file. It is done with records that are not hashed, whose frames are then views of
+    """For a caller that fetches frames from a file: of records that are not hashed, views of
     :class:`~gpuspill.storage.inplace.FileMemory`."""
 
 

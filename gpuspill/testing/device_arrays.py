@@ -100,7 +100,7 @@ class ArrayTests:
         try:
             alive = weakref.ref(token)
         except TypeError:
-            return  # then nobody looks at it either
+            return  # then it is not looked at either
         del token, tokens, array
         self.forget()
         assert alive() is not None

@@ -259,5 +259,5 @@ class CopyTests(DeviceSuite):
         del allocation
         with pytest.raises(FreedUnderCopy):
             event.wait()
-        with pytest.raises(FreedUnderCopy):  # whoever asks, and however often
+        with pytest.raises(FreedUnderCopy):  # for each caller, each time
             event.done()

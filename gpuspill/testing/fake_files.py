@@ -1,6 +1,6 @@
 """GPUDirect Storage without a GPU: the boundary of ``PastHost``, simulated.
 
-Bytes go between the simulated device and real files, on a stream of nobody else's, late, and use
+Bytes go between the simulated device and real files, on a stream of their own, late, and use
 that nothing orders is raised as an error; as with the real one, no stream of the device is waited
 for.
 """

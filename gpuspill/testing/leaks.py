@@ -58,9 +58,9 @@ class Check(ABC):
 class ThreadCheck(Check):
     """Threads: those of gpuspill, daemon or not, and everybody's that are not daemons.
 
-    Other libraries' daemon threads are their own business: they keep nobody from exiting, and most
-    are one a process (distributed's pools for offloading and for callbacks, its profiler, fsspec's
-    event loop).
+    Other libraries' daemon threads are their own business: they keep no process from exiting, and
+    most are one a process (distributed's pools for offloading and for callbacks, its profiler,
+    fsspec's event loop).
     """
 
     kind = "threads"
@@ -120,7 +120,7 @@ class DescriptorCheck(Check):
 
 
 class ProcessCheck(Check):
-    """Child processes, also those that have ended but that nobody has waited for."""
+    """Child processes, also those that have ended and were not waited for."""
 
     kind = "processes"
 

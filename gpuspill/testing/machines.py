@@ -166,7 +166,7 @@ class SpillEvents:
             self.oracle.settle_below(reservation, c.key, c.size, record)
 
     def release_below(self, c: Choices) -> None:
-        """It could not be written; perhaps somebody says so twice."""
+        """It could not be written; perhaps that is said twice."""
         if self.arriving:
             reservation = pick(self.arriving, c.i)
             self.oracle.release_below(reservation)
@@ -207,7 +207,7 @@ class SpillEvents:
             self.oracle.unpin(pick(pids, c.i))
 
     def hold(self, c: Choices) -> None:
-        """Somebody outside takes or gives up a reference."""
+        """The outside takes or gives up a reference."""
         pid = self._known(c)
         if pid in self.oracle.held:
             self.oracle.let_go(pid)
@@ -229,7 +229,7 @@ class SpillEvents:
         self.oracle.next_spill()
 
     def force_spill(self, c: Choices) -> None:
-        """Somebody needs memory at once: a value goes whether the limit asks for it or not."""
+        """Memory is needed at once: a value goes whether the limit asks for it or not."""
         pid = self.oracle.next_spill(force=True)
         if pid is not None and c.flag and self.oracle.reserve_record(pid, c.other):
             self.oracle.complete_spill(pid, c.other, force=True)
@@ -257,7 +257,7 @@ class SpillEvents:
                 self.oracle.doubt(pid)
 
     def in_doubt(self, c: Choices) -> None:
-        """What is written of a value is compared with it, if somebody used it."""
+        """What is written of a value is compared with it, if it was used."""
         if (pid := self._spilling(c)) is not None:
             self.oracle.in_doubt(pid)
 
@@ -278,7 +278,7 @@ class SpillEvents:
             self.oracle.stall_spill(pid)
 
     def set_stuck(self, c: Choices) -> None:
-        """Nobody is left to write, or somebody is again."""
+        """No thread is left to write, or one is again."""
         self.oracle.set_stuck(c.j % 3 == 0)
 
     def correct_size(self, c: Choices) -> None:
@@ -298,13 +298,13 @@ class SpillEvents:
     # -- restoring ---------------------------------------------------------------------------------
 
     def begin_restore(self, c: Choices) -> None:
-        """Somebody wants a value that is on disk, with a reservation (of any state) or without."""
+        """A task wants a value that is on disk, with a reservation (of any state) or without."""
         reservation = pick(self.reservations, c.j) if c.flag and self.reservations else None
         if (pid := self._spilled(c)) is not None:
             self.oracle.begin_restore(pid, reservation)
 
     def begin_prefetch(self, c: Choices) -> None:
-        """Somebody is going to want a value."""
+        """A task is going to want a value."""
         if (pid := self._spilled(c)) is not None:
             self.oracle.begin_prefetch(pid, c.order)
 
@@ -321,27 +321,27 @@ class SpillEvents:
     # -- admission ---------------------------------------------------------------------------------
 
     def reserve(self, c: Choices) -> None:
-        """Somebody is about to add bytes."""
+        """A task is about to add bytes."""
         self.reservations.append(self.oracle.reserve(c.size, pick(KINDS, c.i), self._urgency(c)))
 
     def reserve_now(self, c: Choices) -> None:
-        """Somebody is about to add bytes, or goes elsewhere if there is no room."""
+        """A task is about to add bytes, or goes elsewhere if there is no room."""
         reservation = self.oracle.reserve_now(c.size, pick(KINDS, c.i), self._urgency(c))
         if reservation is not None:
             self.reservations.append(reservation)
 
     def _urgency(self, c: Choices) -> Order:
-        # One of which nothing is known goes before all others, and would often do so if it were not
+        # One without a known order goes before all others, and would often do so if it were not
         # rare.
         return c.order if c.j % 8 else ()
 
     def improve(self, c: Choices) -> None:
-        """What somebody waits for has become more urgent, or is as urgent as it was."""
+        """What a task waits for has become more urgent, or is as urgent as it was."""
         if self.reservations:
             self.oracle.improve(pick(self.reservations, c.i), c.order)
 
     def detach(self, c: Choices) -> None:
-        """Somebody, waiting or not, turns out to wait for others; perhaps says so twice."""
+        """A task, waiting or not, turns out to wait for others; perhaps says so twice."""
         if self.reservations:
             reservation = pick(self.reservations, c.i)
             self.oracle.detach(reservation)
@@ -353,7 +353,7 @@ class SpillEvents:
         self.oracle.relent()
 
     def release(self, c: Choices) -> None:
-        """Somebody is done, or gives up waiting; perhaps says so twice."""
+        """A task is done, or gives up waiting; perhaps says so twice."""
         if self.reservations:
             reservation = pick(self.reservations, c.i)
             self.oracle.release(reservation)

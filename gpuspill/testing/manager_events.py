@@ -146,7 +146,7 @@ class ManagerEvents:
         self.model.values[what.key] = made
 
     def store_again(self, what: What) -> None:
-        """Store an object that somebody holds, under the same key or another one."""
+        """Store an object that is held, under the same key or another one."""
         if self.held:
             made, value = pick(self.held, what.i)
             self.kit.manager.store(what.key, value)
@@ -188,7 +188,7 @@ class ManagerEvents:
                 self.model.compare(self.model.values[key], value)
 
     def hold(self, what: What) -> None:
-        """Somebody outside keeps a value: it stays the same object from now on."""
+        """The outside keeps a value: it stays the same object from now on."""
         if (key := self.model.known(what.i)) is not None and (made := self.model.values[key]) is not None:
             value = self.model.get(key)
             if value is not None and self.model.values.get(key) is made:
@@ -197,7 +197,7 @@ class ManagerEvents:
                 self.held.append((made, value))
 
     def let_go(self, what: What) -> None:
-        """Somebody outside lets go of a value."""
+        """The outside lets go of a value."""
         if self.held:
             self.held.remove(pick(self.held, what.i))
 
@@ -287,7 +287,7 @@ class ManagerEvents:
         self.admitted.append(_Admitted(admission, expected, what.key))
 
     def pin(self, what: What) -> None:
-        """Somebody looks at values where they are."""
+        """A caller looks at values where they are."""
         admission = self.kit.manager.admission.pin([what.key, what.other])
         self.admitted.append(_Admitted(admission, self.model.expected(what.key, what.other)))
 
@@ -308,7 +308,7 @@ class ManagerEvents:
             admitted.admission.release()
 
     def improve(self, what: What) -> None:
-        """Somebody more urgent needs what is waited for."""
+        """A more urgent task needs what is waited for."""
         if self.admitted:
             self.kit.manager.admission.improve(pick(self.admitted, what.i).admission, (float(what.j % 4),))
 
@@ -373,7 +373,7 @@ class ManagerEvents:
 
     def fail_next(self, what: What) -> None:
         """The next write or read fails."""
-        # The last would end a thread: what waits for it must be answered all the same.
+        # The last would end a thread: what waits for it must be answered even so.
         errors: list[BaseException] = [StorageFull(28, "full"), StorageError(5, "broken"), CancelledError("deadly")]
         self.interruptions.fail(pick(errors, what.i))
 
@@ -389,11 +389,11 @@ class ManagerEvents:
         kit = self.kit
         kit.idle()
         for left in range(kit.manager.statistics().waiting, 0, -1):
-            assert kit.manager.statistics().waiting <= left, "somebody waits for ever"
+            assert kit.manager.statistics().waiting <= left, "a task waits for ever"
             kit.clock.advance(1)
             kit.idle()
         self.model.check()
-        assert not kit.manager.statistics().waiting, "somebody waits for ever"
+        assert not kit.manager.statistics().waiting, "a task waits for ever"
 
     def finish(self) -> None:
         """Let everything end, delete everything: nothing is left of it."""
@@ -410,7 +410,7 @@ class ManagerEvents:
             admitted.admission.release()
         kit.idle()
         self.model.check()
-        assert not self.model.waiting, "somebody waits for ever"
+        assert not self.model.waiting, "a task waits for ever"
         for key in list(self.model.values):
             self.model.get(key)
         for key in list(self.model.values):

@@ -112,7 +112,7 @@ class ManagerModel:
     # -- asking ------------------------------------------------------------------------------------
 
     def ask(self, future: Future[Any], expected: dict[str, Made]) -> None:
-        """Note what somebody asked for, and what should come."""
+        """Note what was asked for, and what should come."""
         self._asked.append(_Asked(future, expected))
 
     def cancel(self, i: int) -> None:

@@ -29,7 +29,7 @@ class HookedStore(WrapperStore):
     hook
         ``hook(operation, when)`` with ``"write"`` or ``"read"`` and ``"before"`` or ``"after"``.
         What it raises fails the operation: before, nothing was done; after, the record exists all
-        the same, and nobody has its receipt.
+        the same, and no caller has its receipt.
     damaged : set of Receipt
         Records whose bytes are not what was written.
     """
@@ -86,7 +86,7 @@ class Operation:
 
     def _wait(self, timeout: float) -> None:
         if not self._go.wait(timeout):
-            raise RuntimeError(f"nobody let a {self.kind} go on")
+            raise RuntimeError(f"the test let no {self.kind} go on")
         if self._error is not None:
             raise self._error
 
@@ -99,7 +99,7 @@ class ManualStore(WrapperStore):
     store
         What does the work; by default a :class:`~gpuspill.testing.stores.MemoryStore`.
     timeout
-        Seconds after which whoever waits gives up with an error: a test that fails ends all the
+        Seconds after which a waiting thread gives up with an error: a test that fails ends all the
         same.
 
     Attributes

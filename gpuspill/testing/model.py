@@ -28,11 +28,11 @@ class ModelValue:
     lost: bool = False
     blocked: bool = False  # a spill failed since the last retry: a reason not to try again
     barred: bool = False  # and nothing happened since that would be a reason to try again
-    suspect: bool = False  # somebody held it at some time since the last retry
+    suspect: bool = False  # it was held at some time since the last retry
     invalidated: bool = False  # it was stored anew while it moved
     small: bool = False  # it was when its spill began
     stalled: bool = False  # its spill takes too long
-    taken: bool = False  # it was used while it was written, and nobody has compared it since
+    taken: bool = False  # it was used while it was written, and not compared since
 
     @property
     def charged(self) -> int:
@@ -41,7 +41,7 @@ class ModelValue:
 
     @property
     def movable(self) -> bool:
-        """Whether evicting it could be considered, whoever may hold it."""
+        """Whether evicting it could be considered, held or not."""
         return self.memory and not self.move and not self.pins and (self.disk or not self.unspillable)
 
     @property
@@ -268,7 +268,7 @@ class Model:
             for value in values.values():
                 value.barred = False  # there is more room on disk than before
         for pid, value in values.items():
-            assert pid in self.keys.values() or value.pins or value.move, f"nobody needs {pid}: {value}"
+            assert pid in self.keys.values() or value.pins or value.move, f"{pid} is not needed: {value}"
             assert value.memory or value.disk or value.lost, f"no copy left of {pid}: {value}"
         self._judge_grants(effects.granted, asked, relented)
         self._judge_need(evicted, chosen, written, more, forced)
@@ -388,7 +388,7 @@ class Model:
         for reservation, promise in self.promises.items():
             assert (reservation.granted, reservation.nbytes) == (promise.granted, promise.nbytes)
         if not self.keep_clean:
-            assert not self.where(lambda value: value.state is State.CLEAN), "a record was kept that nobody wants"
+            assert not self.where(lambda value: value.state is State.CLEAN), "a needless record was kept"
         if self.disk_limit is not None:
             redundant = any(value.memory and value.disk for value in values)
             disk = self.disk_used + sum(self.arriving.values())

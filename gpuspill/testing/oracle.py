@@ -8,20 +8,20 @@ a value is a few flags, every total is summed up again after each event. The mod
 ===================  ================================================================================================
 guarantee            how it is judged
 ===================  ================================================================================================
-never-lost           a copy is dropped or deleted only if another one exists or nobody needs the value
+never-lost           a copy is dropped only if another one exists or the value is not needed
 counted once         every counter of the state equals the sum over the model's values
 pins                 a value in use is never dropped, whatever becomes of its keys
-admission            granted by priority, each eighth turn by age; within the limit, or else counted as an overrun when
-                     nothing can make room; one overrun at a time
-no deadlock          who waits does so for a value that can leave, or for the end of one who was let in beyond the limit
-                     and does not wait itself; driven to the end, no one waits at all
+admission            granted by priority, each eighth turn by age; beyond the limit only when
+                     nothing can make room, one at a time, counted as an overrun
+no deadlock          a wait is for a value that can leave, or for the end of an overrun that
+                     does not wait itself; driven to the end, no one waits at all
 no starvation        with n others before it in age, one who waits is served within 8 (n + 1) turns
 no more than needed  without its last victim, what was evicted would not have been enough
-order                a value with a known use is a victim only if no other could go that is needed later, or never; a
-                     small one only if no other could go, and none is waited for unless all of them
+order                a value with a known use is a victim only if none is needed later, or never;
+                     a small one only if no other could go; none is waited for unless all of them
                      are enough
 disk quota           records never take more than is allowed
-stalled              nobody waits for a spill that takes too long, nor for candidates that nobody is left to write
+stalled              no task waits for a spill that takes too long, nor for writers that are all stuck
 in use               what was used while it was written, and not compared since, keeps no record of it
 one bad key          what is held, blocked or unspillable never keeps another value from being spilled
 ===================  ================================================================================================
@@ -63,7 +63,7 @@ class Oracle(Model):
     promises
         The model's reservations, released ones excluded.
     held
-        Proxies that somebody outside holds; see :meth:`hold`.
+        Proxies that are held from outside; see :meth:`hold`.
     events
         How many events were judged.
     """
@@ -155,12 +155,12 @@ class Oracle(Model):
     # -- use ---------------------------------------------------------------------------------------
 
     def hold(self, pid: int) -> None:
-        """Somebody outside refers to a value from now on."""
+        """The outside refers to a value from now on."""
         self.held.add(pid)
         self.values[pid].suspect = True
 
     def let_go(self, pid: int) -> None:
-        """Nobody outside refers to a value any more. The state learns of it by a retry."""
+        """The outside refers to a value no more. The state learns of it by a retry."""
         self.held.discard(pid)
 
     def touch(self, pid: int) -> None:

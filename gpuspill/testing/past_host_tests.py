@@ -73,7 +73,7 @@ class PastHostTests:
 
     @staticmethod
     def bytes(nbytes: int) -> np.ndarray[Any, Any]:
-        """Return so many bytes, none of which is like its neighbours."""
+        """Return so many bytes, each unlike its neighbours."""
         return np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
 
     @pytest.mark.parametrize("nbytes", SIZES)
@@ -93,7 +93,7 @@ class PastHostTests:
         reader = PastHost(driver, piece=PIECE, trust=Trust(minimum=1))
         again = os.open(tmp_path / "file", os.O_RDONLY)
         try:
-            (tmp_path / "file").unlink()  # whoever reads has it open
+            (tmp_path / "file").unlink()  # readers have it open
             assert reader.read(again, target)
         finally:
             os.close(again)

@@ -1,4 +1,4 @@
-"""The pytest plugin of gpuspill's own tests, for whoever tests a store or a device of their own.
+"""The pytest plugin of gpuspill's own tests, and of other projects' stores and devices.
 
 Switch it on with ``gpuspill_testing = true`` in pytest's settings, or load it with
 ``pytest_plugins = ["gpuspill.testing.pytest_plugin"]`` in the top ``conftest.py``. It
@@ -6,7 +6,7 @@ Switch it on with ``gpuspill_testing = true`` in pytest's settings, or load it w
 * fails a test that passed but left behind threads, file descriptors, child processes or spill files
   (fixture :func:`no_leaks`, for every test);
 * keeps temporary files of a run in a directory of that run, so that the default place for spilling
-  is known and nobody else writes to it;
+  is known and no other process writes to it;
 * skips tests marked ``gpu``, with the reason, where there is no device.
 
 A test that has to leave something behind says so: ``@pytest.mark.leaking("descriptors",

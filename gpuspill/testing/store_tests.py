@@ -431,7 +431,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(receipt=consumes(receipts))
     def delete_and_forget(self, receipt: Receipt) -> None:
-        """Delete a record nobody asks for again."""
+        """Delete a record that is not asked for again."""
         self.store.delete(receipt)
         self.model.pop(receipt, None)
 

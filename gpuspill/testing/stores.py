@@ -162,10 +162,10 @@ class Gate:
         self._open.set()
 
     def pass_through(self, timeout: float = 60.0) -> None:
-        """Arrive and wait. RuntimeError if nobody opens the gate within `timeout` seconds."""
+        """Arrive and wait. RuntimeError if the gate stays shut for `timeout` seconds."""
         self.arrived.release()
         if not self._open.wait(timeout):
-            raise RuntimeError("nobody opened the gate")
+            raise RuntimeError("the gate was not opened")
 
 
 class GatedStore(WrapperStore):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ci.prose import folder, markdown, python
+from ci.prose import folder, markdown, python, wide
 
 
 def test_words_and_columns_in_markdown() -> None:
@@ -35,3 +35,25 @@ def test_words_in_python() -> None:
         "gpuspill/core",
         "tests",
     ]
+
+
+def test_columns_of_comments_and_docstrings() -> None:
+    long = "word " * 25
+    text = "\n".join(
+        [
+            f'"""{long}."""',
+            f"x = {long!r}  # and a comment beside code is code's",
+            f"# {long}",
+            "def f():",
+            '    """Do.',
+            "",
+            f"    {long}",
+            f"    name  {long}",
+            f"    >>> {long}",
+            '    """',
+            f"    return {long!r}, (",
+            f"        {long!r}",
+            "    )",
+        ]
+    )
+    assert [number for number, _ in wide(text)] == [1, 3, 7]

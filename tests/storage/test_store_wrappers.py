@@ -182,5 +182,5 @@ def test_gate(operation, side):
 
 
 def test_gate_that_nobody_opens():
-    with pytest.raises(RuntimeError, match="nobody opened"):
+    with pytest.raises(RuntimeError, match="was not opened"):
         Gate().pass_through(timeout=0)

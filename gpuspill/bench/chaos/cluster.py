@@ -38,13 +38,13 @@ __all__ = ["Outcome", "RoundResult", "run_round"]
 T = TypeVar("T")
 
 MEMORY = 2**30
-"""Memory limit of a worker: what its values may take is a small part of it, the process itself takes the rest."""
+"""Memory limit of a worker: its values may take a small part of it, the process takes the rest."""
 
 _GRACE = 40.0
 """Seconds for a cluster to come to rest, or to close.
 
-More than the 30 for which distributed tries to connect to a worker that has gone (``distributed.comm.timeouts``): what
-is promised to the transfer stays promised meanwhile.
+More than the 30 for which distributed tries to connect to a worker that has gone
+(``distributed.comm.timeouts``): what is promised to the transfer stays promised meanwhile.
 """
 
 _BLOCKS_IN_MEMORY = 4

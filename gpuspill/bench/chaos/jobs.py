@@ -311,7 +311,7 @@ RUNS: Mapping[str, Callable[[Client, Data], None]] = {
     "gathered": run_gathered,
     "objects": run_objects,
 }
-"""The jobs by kind. Each blocks until it is done, and raises WrongAnswer, or what its tasks raised."""
+"""The jobs by kind. Each blocks until it is done; raises WrongAnswer, or its tasks' errors."""
 
 
 def is_told_loss(kind: str, error: BaseException) -> bool:

@@ -23,13 +23,13 @@ Handle: TypeAlias = Any
 """A stream or an event of the driver."""
 
 DEFAULT_STREAM: Final = 1
-"""The default stream (``CU_STREAM_LEGACY``): all streams wait for it, and it for them, but those made not to."""
+"""The default stream (``CU_STREAM_LEGACY``): it and all blocking streams wait for each other."""
 
 Fits: TypeAlias = Callable[[int], bool]
-"""``fits(nbytes) -> bool``: whether an allocation would fit now. Tries it, without calling the callback."""
+"""``fits(nbytes) -> bool``: whether an allocation fits now. Tries it, without the callback."""
 
 FailureCallback: TypeAlias = Callable[[int, Fits], bool]
-"""``callback(nbytes, fits) -> bool``: an allocation of so many bytes does not fit; True: try it again."""
+"""``callback(nbytes, fits) -> bool``: so many bytes do not fit; True: try again."""
 
 
 class DriverMemory(Protocol):

@@ -36,7 +36,7 @@ FRESH = 0xCB
 """Byte that fills new allocations: uninitialised memory shows."""
 
 PENDING = 0xA5
-"""Byte that fills the destination of a copy until the copy is done: a read that came too early shows."""
+"""Byte that fills the destination of a copy until it is done: a read too early shows."""
 
 Mark: TypeAlias = tuple[int, int, str]
 """A piece of work: number of its stream, its number in the stream, what it is (for messages)."""
