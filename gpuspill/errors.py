@@ -54,7 +54,7 @@ class ConfigError(GpuspillError, ValueError):
 
 
 class InvalidTransition(GpuspillError, RuntimeError):
-    """The core's state forbids the move it was asked for: a bug in gpuspill."""
+    """The core's state forbids the move it was asked for: a bug in gpuspill, not in the data."""
 
 
 class ManagerClosed(GpuspillError, RuntimeError):

@@ -213,7 +213,7 @@ class Room:
         return None if first is None or self._can_make_room(first) else line.turns
 
     def validate(self) -> None:
-        """Raise AssertionError if one waits although nothing can make room or end."""
+        """Raise AssertionError if one waits although nothing can make room and none will end."""
         first = self._memory.line.first()
         waits = first is not None and not self._can_make_room(first) and not self._has_to_wait(first)
         assert not waits, "a reservation waits although nothing can make room"

@@ -177,7 +177,7 @@ OutOfMemoryHook: TypeAlias = Callable[[int, int], bool]
 
 
 class Allocation(ABC):
-    """Device memory; freed with the last reference to it. Compares by identity."""
+    """Device memory; freed with the last reference. Weakly referencable; compares by identity."""
 
     __slots__ = ("__weakref__",)
 
@@ -208,7 +208,7 @@ class Allocation(ABC):
 
     @property
     def token(self) -> object:
-        """What lives as long as the memory, if another object; else the allocation itself."""
+        """What lives exactly as long as the memory: another object, or the allocation itself."""
         return self
 
 
@@ -276,7 +276,7 @@ class Stream(ABC):
 
 
 class PinnedBuffer(ABC):
-    """Host memory that is copied from and to at full speed. A context manager."""
+    """Host memory that is copied from and to at full speed. A context manager that releases it."""
 
     __slots__ = ()
 

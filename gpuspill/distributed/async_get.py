@@ -26,7 +26,7 @@ def gather(
     missing: Literal["raise", "omit"],
     order: Order = (),
 ) -> Awaitable[dict[Hashable, Any]]:
-    """Return a future of some values; see ``SpillStore.async_get``.
+    """Return a future of the values of some keys; see ``SpillStore.async_get``.
 
     Parameters
     ----------

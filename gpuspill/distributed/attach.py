@@ -194,7 +194,7 @@ def _reconfigure(attachment: Attachment, options: Mapping[str, object]) -> None:
 
 
 def data(**options: object) -> tuple[Callable[..., SpillStore], dict[str, Any]]:
-    """Return ``data=`` for a cluster, nanny or worker.
+    """Return what to give as ``data=`` to a cluster, nanny or worker.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def _identity(value: Any) -> Any:
 
 
 class Parked:
-    """A handle for a parked value. As a context manager it keeps it in memory.
+    """A handle for a parked value. As a context manager it gives the value, kept in memory.
 
     Parameters
     ----------

@@ -74,7 +74,7 @@ def flat(frame: Any) -> memoryview:
 
 
 def keep_flag(header: Any, value: Any) -> None:
-    """Put into dask's header of an array whether it is writable; dask asks a copy."""
+    """Put into dask's header whether an array is writable: dask notes it of a copy."""
     about = header.get("sub-header")
     if type(about) is dict and "writeable" in about:
         writeable = getattr(getattr(value, "flags", None), "writeable", None)

@@ -41,7 +41,7 @@ class ForeignReceipt(Receipt):
 
 
 class AdoptingStore(WrapperStore):
-    """A store that also reads and deletes a ``SpillBuffer``'s files.
+    """A store that also reads and deletes a ``SpillBuffer``'s files; else as the one it wraps.
 
     Parameters
     ----------

@@ -482,7 +482,7 @@ def _sends_as_it_is(
 
 
 def _receiver(comm: Any, who: str | None, serializers: Collection[str] | None) -> Receiver:
-    """Find out what the other side takes. `who`: a worker's address, or None."""
+    """Find out what the other side takes. `who`: a worker's address; None for others."""
     address = str(comm.peer_address)
     knows_us, same_process = speaks_gpuspill(comm), address.startswith("inproc://")
     form: Form = "serialized"

@@ -302,7 +302,7 @@ class Gatherer:
     # -- both --------------------------------------------------------------------------------------
 
     def _for_many(self, count: int, urgency: Urgency, work: Callable[[], None]) -> None:
-        """Do `work` for so many keys: here if they are few, else on a restore thread.
+        """Do `work` for so many keys: here if few, else on a restore thread. For event loops, too.
 
         `work` must not raise.
         """

@@ -124,7 +124,7 @@ class Custody(Protocol):
 
 
 class PickleSerializer:
-    """Pickle protocol 5 with out-of-band buffers: large buffers are not copied."""
+    """Pickle protocol 5 with out-of-band buffers: large ones are copied neither way."""
 
     def dumps(self, value: object) -> Serialized:
         """Serialise by pickle; buffers stay where they are."""
