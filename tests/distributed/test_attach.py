@@ -273,9 +273,9 @@ async def test_plugin_takes_over_a_dict(c, s, a, b):
 @gen_cluster(
     client=True,
     nthreads=[("", 1)],
-    worker_kwargs={"memory_limit": 10**9},
+    worker_kwargs={"memory_limit": 10**10},
     config={
-        "distributed.worker.memory.target": 50_000 / 10**9,
+        "distributed.worker.memory.target": 50_000 / 10**10,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.pause": False,
     },
@@ -316,9 +316,9 @@ async def test_plugin_takes_over_a_spill_buffer_without_reading_it(c, s, a):
 @gen_cluster(
     client=True,
     nthreads=[("", 1)],
-    worker_kwargs={"memory_limit": 10**9},
+    worker_kwargs={"memory_limit": 10**10},
     config={
-        "distributed.worker.memory.target": 20_000 / 10**9,
+        "distributed.worker.memory.target": 20_000 / 10**10,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.pause": False,
     },
@@ -341,9 +341,9 @@ def work(x, y):
     client=True,
     nthreads=[("", 2)] * 2,
     timeout=60,
-    worker_kwargs={"memory_limit": 10**9},
+    worker_kwargs={"memory_limit": 10**10},
     config={
-        "distributed.worker.memory.target": 200_000 / 10**9,
+        "distributed.worker.memory.target": 200_000 / 10**10,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.pause": False,
         "distributed.scheduler.worker-saturation": float("inf"),
@@ -441,7 +441,7 @@ async def test_a_bad_option_changes_nothing(c, s, a):
     assert type(a) is Worker
 
 
-@gen_cluster(client=True, nthreads=[("", 1), ("", 1)], worker_kwargs={"memory_limit": 10**9})
+@gen_cluster(client=True, nthreads=[("", 1), ("", 1)], worker_kwargs={"memory_limit": 10**10})
 async def test_mixed_cluster(c, s, a, b):
     """One worker with gpuspill and one without."""
     attach(a, host_limit=1)

@@ -105,7 +105,7 @@ async def test_inputs_that_are_fetched_for_tasks(c, s, a, b, device):
 @pytest.mark.parametrize("how", ["replicate", "rebalance", "retire"])
 def test_replicas_are_never_on_the_device(device, how):
     @on_device(
-        nthreads=TWO, limits=(None,), config={**NO_AMM, **SMALL, **ANYWHERE}, worker_kwargs={"memory_limit": "1 GiB"}
+        nthreads=TWO, limits=(None,), config={**NO_AMM, **SMALL, **ANYWHERE}, worker_kwargs={"memory_limit": "8 GiB"}
     )
     async def test(c, s, a, b):
         xs = c.map(make, range(8), workers=[a.address], pure=False)

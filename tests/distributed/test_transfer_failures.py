@@ -327,9 +327,9 @@ async def test_what_cannot_be_decoded_fails_the_task_that_needs_it(c, s, a, b):
 
 @pytest.mark.parametrize("receiver", ["gpuspill", "stock"])
 def test_records_that_were_taken_over(receiver):
-    config = {**NO_AMM, "distributed.worker.memory.target": 50_000 / 10**9, "distributed.worker.memory.spill": False}
+    config = {**NO_AMM, "distributed.worker.memory.target": 50_000 / 10**10, "distributed.worker.memory.spill": False}
 
-    @gen_cluster(client=True, nthreads=[("", 1)] * 2, worker_kwargs={"memory_limit": 10**9}, config=config)
+    @gen_cluster(client=True, nthreads=[("", 1)] * 2, worker_kwargs={"memory_limit": 10**10}, config=config)
     async def test(c, s, a, b):
         xs = [c.submit(Counted, 20_000, i, workers=[a.address]) for i in range(8)]
         await wait(xs)
