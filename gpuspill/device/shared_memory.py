@@ -112,7 +112,7 @@ def _in_container(value: Any, minimum: int, ndarray: Any) -> SharedMemory | None
         return None
     owners: dict[int, tuple[Any, int]] = {}
     covered = 0
-    fixed = _copies_on_write()
+    only_frames = True
     for item, in_frame in _leaves(value):
         if type(item) is not ndarray or not _plain(item):
             continue
@@ -120,8 +120,10 @@ def _in_container(value: Any, minimum: int, ndarray: Any) -> SharedMemory | None
         if owner.nbytes >= minimum and _plain(owner):
             owners[id(owner)] = owner, owner.nbytes
             covered += item.nbytes
-            fixed = fixed and in_frame
-    return SharedMemory(list(owners.values()), covered, fixed) if owners else None
+            only_frames = only_frames and in_frame
+    if not owners:
+        return None
+    return SharedMemory(list(owners.values()), covered, fixed=only_frames and _copies_on_write())
 
 
 def _copies_on_write() -> bool:

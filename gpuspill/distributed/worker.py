@@ -111,12 +111,11 @@ def spilling_class(base: Any) -> Any:
             execute = super().execute
             if attachment is None or ts is None or ts.run_spec is None:
                 return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
-            if key in self.state.actors:
-                pass  # an actor stays where it is, and as it is
-            elif ts.run_spec.is_coro:
-                execute = partial(_execute_coroutine, execute, attachment.store)
-            elif attachment.store.tier is not None:
-                execute = partial(_execute_and_prepare, execute, attachment.store)
+            if key not in self.state.actors:  # an actor stays as it is
+                if ts.run_spec.is_coro:
+                    execute = partial(_execute_coroutine, execute, attachment.store)
+                elif attachment.store.tier is not None:
+                    execute = partial(_execute_and_prepare, execute, attachment.store)
             if attachment.runs_freely(ts.prefix):
                 return execute(key, stimulus_id=stimulus_id)  # type: ignore[no-any-return]
             inputs = inputs_of(self, ts)

@@ -291,15 +291,19 @@ async def test_a_handle_that_is_dropped_while_it_is_open_keeps_nothing(c, s, a, 
     assert a.data.manager.keys() == ["t"]
 
 
-@spilling(nthreads=ONE)
+@pytest.mark.parametrize("coroutine", [False, True], ids=["thread", "coroutine"])
 @pytest.mark.parametrize(
     "wrap", [lambda x: x, lambda x: [1, {"a": x}], lambda x: (x, x)], ids=["bare", "nested", "twice"]
 )
-async def test_a_task_that_returns_a_handle_returns_the_value(c, s, a, wrap):
+@spilling(nthreads=ONE)
+async def test_a_task_that_returns_a_handle_returns_the_value(c, s, a, wrap, coroutine):
     def task():
         handle = gpuspill.proxify(np.arange(NBYTES // 8))
         get_worker().memory_manager.data.manager.limits.evict_all()
         return wrap(handle)
+
+    async def coroutine_task():
+        return task()
 
     def look(x):
         found = []
@@ -307,28 +311,9 @@ async def test_a_task_that_returns_a_handle_returns_the_value(c, s, a, wrap):
         assert all(type(item) is np.ndarray for item in found)
         return len(found), int(found[0].sum())
 
-    x = c.submit(task, key="x")
+    x = c.submit(coroutine_task if coroutine else task, key="x")
     assert await c.submit(look, x) == (1, sum(range(NBYTES // 8)))
     assert type(await c.gather(x)) is type(wrap(np.zeros(1)))
-    assert s.tasks["x"].nbytes >= NBYTES
-    await async_poll_for(lambda: not a.data.settle_parked() and not a.data.parked, 10)
-
-
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [1, {"a": x}]], ids=["bare", "nested"])
-@spilling(nthreads=ONE)
-async def test_a_coroutine_task_that_returns_a_handle_returns_the_value(c, s, a, wrap):
-    async def task():
-        handle = gpuspill.proxify(np.arange(NBYTES // 8))
-        get_worker().memory_manager.data.manager.limits.evict_all()
-        return wrap(handle)
-
-    def look(x):
-        found = []
-        gpuspill.walk.replace(x, lambda item: found.append(item) or item)
-        return [type(item) is np.ndarray and int(item.sum()) for item in found]
-
-    x = c.submit(task, key="x")
-    assert await c.submit(look, x) == [sum(range(NBYTES // 8))]
     assert s.tasks["x"].nbytes >= NBYTES
     assert await c.submit(lambda: get_worker().state.tasks["x"].type) is type(wrap(np.zeros(1)))
     await async_poll_for(lambda: not a.data.settle_parked() and not a.data.parked, 10)
